@@ -1,0 +1,1 @@
+"""What runs and measures the HiCache extension: embedded engine, launcher, benchmarks, tools and the demo."""
