@@ -93,12 +93,14 @@ class PageLayout:
 class TransferResult:
     """How one transfer ended; handed out once, by the poll that settled it.
 
-    `ok_pages[i]` tells whether page i of the request arrived. `error` is the first failure's text, or None.
+    `ok_pages[i]` tells whether `host_pages[i]` arrived (STORE: is in storage). `error` is the first failure's text, or
+    None.
     """
 
     transfer_id: TransferId
     kind: TransferKind
     component: ComponentKind
+    host_pages: tuple[int, ...]
     ok_pages: tuple[bool, ...]
     error: str | None
     num_bytes: int
@@ -108,6 +110,17 @@ class TransferResult:
     def ok(self) -> bool:
         """True if every page arrived."""
         return all(self.ok_pages)
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """What storage has of a run of pages: the keys of the leading pages that exist (a hint, see `exists`)."""
+
+    transfer_id: TransferId
+    component: ComponentKind
+    page_keys: tuple[PageKey, ...]
+    error: str | None
+    seconds: float
 
 
 @dataclass(frozen=True)

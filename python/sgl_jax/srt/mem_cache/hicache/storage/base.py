@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..page_key import StorageNamespace as StorageNamespace
 from ..types import PageKey
 
 Payload = Sequence[npt.NDArray[Any]]
@@ -22,21 +22,6 @@ Payload = Sequence[npt.NDArray[Any]]
 
 PageBytes = npt.NDArray[np.uint8]
 """One page read back: uint8[page_bytes], freshly allocated, owned by the caller."""
-
-
-@dataclass(frozen=True)
-class StorageNamespace:
-    """Who wrote a page: everything that must be equal for its bytes to mean the same.
-
-    `layout_id` is `PageLayout.layout_id`; `page_bytes` the exact payload length of every page.
-    """
-
-    model_id: str
-    model_version: str
-    page_size: int
-    kv_dtype: str
-    layout_id: str
-    page_bytes: int
 
 
 class HiCacheStorage(ABC):

@@ -1,0 +1,282 @@
+"""Where a component's pages are, in what order they may leave, and how much that is: one class per tier.
+
+Both keep their order in dictionaries that are changed as nodes are used, so that finding the next victim costs the same
+in a tree of ten nodes and of a million. The tree uses a path from its end upwards, so a parent is always younger than
+its children and the oldest node has no resident child.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvariantError
+from ..tree_node import ComponentData, TreeNode
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class DeviceResidency:
+    """The nodes that hold device slots of one component.
+
+    D1: a node is in its rank's order exactly if it has slots and no lock. D2: per rank, `evictable` is the tokens of the
+    nodes in the order and `protected` the tokens of the locked ones.
+    """
+
+    def __init__(self, index: int, num_ranks: int) -> None:
+        self._index = index
+        self._order: list[OrderedDict[TreeNode, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._evictable = [0] * num_ranks
+        self._protected = [0] * num_ranks
+
+    def attach(self, node: TreeNode, device_slots: Int32Array) -> None:
+        """`node` gains slots (its own copy, int32[num_tokens]) and becomes the youngest."""
+        data = self._data(node)
+        data.device_slots = device_slots
+        if data.device_lock:
+            self._protected[self._rank(node)] += node.num_tokens
+        else:
+            self._enter(node)
+
+    def detach(self, node: TreeNode) -> Int32Array:
+        """`node` (not locked) loses its slots; the caller frees them."""
+        data = self._data(node)
+        slots = data.device_slots
+        if slots is None or data.device_lock:
+            raise InvariantError(f"{node!r} cannot leave the device: lock {data.device_lock}")
+        data.device_slots = None
+        del self._order[self._rank(node)][node]
+        self._evictable[self._rank(node)] -= node.num_tokens
+        return slots
+
+    def lock(self, node: TreeNode) -> int:
+        """Keep `node` on the device; return the tokens that stopped being evictable."""
+        data = self._data(node)
+        data.device_lock += 1
+        if data.device_lock > 1 or data.device_slots is None:
+            return 0
+        rank = self._rank(node)
+        del self._order[rank][node]
+        self._evictable[rank] -= node.num_tokens
+        self._protected[rank] += node.num_tokens
+        return node.num_tokens
+
+    def unlock(self, node: TreeNode) -> int:
+        """Undo one `lock`; return the tokens that became evictable. The node is then the youngest."""
+        data = self._data(node)
+        if data.device_lock < 1:
+            raise InvariantError(f"{node!r} is unlocked more often than locked")
+        data.device_lock -= 1
+        if data.device_lock or data.device_slots is None:
+            return 0
+        self._protected[self._rank(node)] -= node.num_tokens
+        self._enter(node)
+        return node.num_tokens
+
+    def touch(self, node: TreeNode) -> None:
+        """`node` was used: it is the youngest, if it is in the order at all."""
+        order = self._order[self._rank(node)]
+        if node in order:
+            order.move_to_end(node)
+
+    def age(self, node: TreeNode) -> None:
+        """`node` is the next to leave."""
+        self._order[self._rank(node)].move_to_end(node, last=False)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`lower` was cut: its first slots, and its lock, go to `upper` (which becomes the youngest)."""
+        data, above = self._data(lower), self._data(upper)
+        above.device_lock = data.device_lock
+        if data.device_slots is None:
+            return
+        above.device_slots = data.device_slots[: upper.num_tokens].copy()
+        data.device_slots = data.device_slots[upper.num_tokens :].copy()
+        if not data.device_lock:
+            self._order[self._rank(upper)][upper] = None
+
+    def oldest(self, dp_rank: int) -> TreeNode | None:
+        """The next node to leave, or None if all that is resident is locked."""
+        return next(iter(self._order[dp_rank]), None)
+
+    def evictable(self, dp_rank: int) -> int:
+        """Tokens that may leave."""
+        return self._evictable[dp_rank]
+
+    def protected(self, dp_rank: int) -> int:
+        """Tokens that are locked."""
+        return self._protected[dp_rank]
+
+    def clear(self) -> None:
+        """Forget every node."""
+        for order in self._order:
+            order.clear()
+        self._evictable = [0] * len(self._order)
+        self._protected = [0] * len(self._order)
+
+    def check_invariants(self, nodes: Iterable[TreeNode]) -> None:
+        """D1 and D2 against the nodes of the tree; no slot belongs to two nodes."""
+        evictable, protected = [0] * len(self._order), [0] * len(self._order)
+        seen: list[set[int]] = [set() for _ in self._order]
+        num_ordered = 0
+        for node in nodes:
+            data, rank = self._data(node), self._rank(node)
+            ordered = node in self._order[rank]
+            num_ordered += ordered
+            if ordered != (data.device_slots is not None and not data.device_lock):
+                raise InvariantError(f"D1: {node!r} in order: {ordered}, lock {data.device_lock}")
+            if data.device_slots is None:
+                continue
+            if len(data.device_slots) != node.num_tokens:
+                raise InvariantError(f"{node!r} has {len(data.device_slots)} slots")
+            (evictable if ordered else protected)[rank] += node.num_tokens
+            slots = set(data.device_slots.tolist())
+            if len(slots) != node.num_tokens or slots & seen[rank]:
+                raise InvariantError(f"{node!r} shares slots: {sorted(slots & seen[rank])[:8]}")
+            seen[rank] |= slots
+        if num_ordered != sum(map(len, self._order)):
+            raise InvariantError("D1: a node that is not in the tree is in the order")
+        if evictable != self._evictable or protected != self._protected:
+            raise InvariantError(
+                f"D2: evictable {evictable} counted {self._evictable}, "
+                f"protected {protected} counted {self._protected}"
+            )
+
+    def _enter(self, node: TreeNode) -> None:
+        rank = self._rank(node)
+        self._order[rank][node] = None
+        self._evictable[rank] += node.num_tokens
+
+    def _data(self, node: TreeNode) -> ComponentData:
+        return node.data[self._index]
+
+    @staticmethod
+    def _rank(node: TreeNode) -> int:
+        return node.namespace.dp_rank
+
+
+class HostResidency:
+    """The nodes that hold host pages of one component.
+
+    H1: every page of a node names that node as its owner, and no other page names it. H2: a node with host pages is in
+    exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `stored` tells, per host page, that storage
+    has its content; `storing`, that it is on its way there.
+    """
+
+    def __init__(self, index: int, num_host_pages: int) -> None:
+        self._index = index
+        self._owners: dict[int, TreeNode] = {}
+        self._mirrors: OrderedDict[TreeNode, None] = OrderedDict()
+        self._sole: OrderedDict[TreeNode, None] = OrderedDict()
+        self.stored = np.zeros(num_host_pages, bool)
+        self.storing = np.zeros(num_host_pages, bool)
+
+    def attach(self, node: TreeNode, host_pages: Int32Array, *, stored: bool) -> None:
+        """`node` gains host pages (its own copy, int32[num_pages]) and becomes the youngest."""
+        self._data(node).host_pages = host_pages
+        self._owners.update(dict.fromkeys(host_pages.tolist(), node))
+        self.stored[host_pages] = stored
+        self.storing[host_pages] = False
+        self._order_of(node)[node] = None
+
+    def detach(self, node: TreeNode) -> Int32Array:
+        """`node` loses its host pages; the caller gives them up."""
+        data = self._data(node)
+        pages = data.host_pages
+        if pages is None:
+            raise InvariantError(f"{node!r} has no host pages")
+        for page in pages.tolist():
+            del self._owners[page]
+        del self._order_of(node)[node]
+        data.host_pages = None
+        return pages
+
+    def device_changed(self, node: TreeNode) -> None:
+        """`node` gained or lost its device slots: it changes to the other order, as the youngest."""
+        if self._data(node).host_pages is not None:
+            self._mirrors.pop(node, None)
+            self._sole.pop(node, None)
+            self._order_of(node)[node] = None
+
+    def touch(self, node: TreeNode) -> None:
+        """`node` was used: it is the youngest of its order."""
+        if self._data(node).host_pages is not None:
+            self._order_of(node).move_to_end(node)
+
+    def split(self, upper: TreeNode, lower: TreeNode, num_upper_pages: int) -> None:
+        """`lower` was cut: its first pages go to `upper`."""
+        data, above = self._data(lower), self._data(upper)
+        if data.host_pages is None:
+            return
+        above.host_pages = data.host_pages[:num_upper_pages].copy()
+        data.host_pages = data.host_pages[num_upper_pages:].copy()
+        self._owners.update(dict.fromkeys(above.host_pages.tolist(), upper))
+        order = self._order_of(upper)
+        order[upper] = None
+        if order is self._sole:
+            order.move_to_end(lower, last=False)
+            order.move_to_end(upper, last=False)
+            order.move_to_end(lower, last=False)
+
+    def owners(self, host_pages: Iterable[int]) -> dict[TreeNode, None]:
+        """The nodes that own these pages, each once, in order; pages that nobody owns are left out."""
+        found = (self._owners.get(page) for page in host_pages)
+        return {node: None for node in found if node is not None}
+
+    def oldest_mirrors(self, limit: int) -> list[TreeNode]:
+        """Up to `limit` nodes that are on the device too, oldest first."""
+        return list(islice(self._mirrors, limit))
+
+    def oldest_sole(self, limit: int) -> list[TreeNode]:
+        """Up to `limit` nodes that are on the host only, oldest first."""
+        return list(islice(self._sole, limit))
+
+    @property
+    def num_pages(self) -> int:
+        """Host pages that nodes own."""
+        return len(self._owners)
+
+    def clear(self) -> list[int]:
+        """Forget every node; return the pages they had."""
+        pages = list(self._owners)
+        self._owners.clear()
+        self._mirrors.clear()
+        self._sole.clear()
+        self.stored[:] = False
+        self.storing[:] = False
+        return pages
+
+    def check_invariants(self, nodes: Iterable[TreeNode]) -> None:
+        """H1 and H2 against the nodes of the tree."""
+        num_owned = num_ordered = 0
+        for node in nodes:
+            data = self._data(node)
+            if data.host_pages is None:
+                if node in self._mirrors or node in self._sole:
+                    raise InvariantError(f"H2: {node!r} has no host pages but is in an order")
+                continue
+            num_ordered += 1
+            num_owned += len(data.host_pages)
+            if any(self._owners.get(page) is not node for page in data.host_pages.tolist()):
+                raise InvariantError(f"H1: {node!r} does not own its pages {data.host_pages}")
+            on_device = data.device_slots is not None
+            if (node in self._mirrors, node in self._sole) != (on_device, not on_device):
+                raise InvariantError(f"H2: {node!r} is in the wrong order (device: {on_device})")
+        if num_owned != len(self._owners):
+            raise InvariantError(f"H1: nodes have {num_owned} pages, {len(self._owners)} are owned")
+        if num_ordered != len(self._mirrors) + len(self._sole):
+            raise InvariantError("H2: a node that is not in the tree is in an order")
+
+    def _order_of(self, node: TreeNode) -> OrderedDict[TreeNode, None]:
+        return self._sole if self._data(node).device_slots is None else self._mirrors
+
+    def _data(self, node: TreeNode) -> ComponentData:
+        return node.data[self._index]
+
+
+def deepest_first(path: Iterable[TreeNode]) -> Iterator[TreeNode]:
+    """A path in the order in which its nodes must be touched, so that parents end up younger than children."""
+    return reversed(list(path))

@@ -1,0 +1,450 @@
+"""Moves pages between the tiers and knows what is in flight. The tree decides what moves; this module moves it.
+
+Bytes go device -> host -> storage on backup and storage -> host -> device on load. One scheduler step:
+
+    poll -> settle -> match -> plan load -> submit load -> forward -> insert -> submit backup
+
+Only `poll` (settle) changes a page's state because a transfer ended. Every method is called on the scheduler thread,
+which owns the device buffers; workers touch only gathered copies, host pages and files. Host pages of a transfer are
+locked in their pool from before it is submitted until it is settled, so they can be neither freed nor evicted; what
+the tree gives up meanwhile (`evict_callback`) is freed by the settle. Transfer ids are never reused: a late completion
+can not be taken for another attempt's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .async_impl import Completion, DeviceJob, IoJob, IoLane, TransferExecutor
+from .errors import InvariantError
+from .host_pool.base import HostKVPool
+from .page_key import PageHasher
+from .storage.base import HiCacheStorage
+from .transfer import PageTransfer, StagedPages
+from .types import (
+    ComponentKind,
+    LookupResult,
+    PageKey,
+    TransferId,
+    TransferKind,
+    TransferResult,
+)
+
+Int32Array = npt.NDArray[np.int32]
+Settled = TransferResult | LookupResult
+
+STORAGE_BATCH_PAGES = 32
+"""Pages per storage call: enough to hide the call, few enough that a batch's bytes stay small."""
+
+
+@dataclass(frozen=True)
+class ComponentIO:
+    """The byte movers of one component: its device buffers, its host pool and, with L3 on, its storage."""
+
+    transfer: PageTransfer
+    host_pool: HostKVPool
+    storage: HiCacheStorage | None = None
+
+
+class TransferFuture:
+    """A transfer under way. `result` is None until a poll settles it; scheduler thread only."""
+
+    def __init__(self, transfer_id: TransferId) -> None:
+        self.transfer_id = transfer_id
+        self.result: TransferResult | None = None
+
+    def done(self) -> bool:
+        """True once the transfer is settled."""
+        return self.result is not None
+
+
+class LoadFuture(TransferFuture):
+    """A load: after success `staged` holds the pages on the device, ready for `commit_load`."""
+
+    def __init__(self, transfer_id: TransferId, device_pages: Int32Array, dp_rank: int) -> None:
+        super().__init__(transfer_id)
+        self.device_pages = device_pages
+        self.dp_rank = dp_rank
+        self.staged: StagedPages | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A submitted transfer; its host pages are locked."""
+
+    kind: TransferKind
+    component: ComponentKind
+    host_pages: Int32Array
+    num_bytes: int
+    future: TransferFuture | None
+
+
+class StorageBackoff:
+    """Stops writing to a storage that fails, and tries again later: after 1 s, then twice as long, at most 30 s."""
+
+    FIRST_S = 1.0
+    LONGEST_S = 30.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pause_s = 0.0
+        self._paused_until = float("-inf")
+
+    @property
+    def open(self) -> bool:
+        """True if a write may be tried now."""
+        return self._clock() >= self._paused_until
+
+    def record(self, ok: bool) -> None:
+        """Note how a write ended."""
+        self._pause_s = 0.0 if ok else min(max(self.FIRST_S, self._pause_s * 2), self.LONGEST_S)
+        self._paused_until = self._clock() + self._pause_s if not ok else float("-inf")
+
+
+class HiCacheController:
+    """Schedules all transfers of all components.
+
+    `max_backup_bytes` bounds the gathered copies that wait on the device for their way to the host; `clock` is
+    monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        io: Mapping[ComponentKind, ComponentIO],
+        executor: TransferExecutor,
+        *,
+        max_backup_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._io = dict(io)
+        self._executor = executor
+        self._max_backup_bytes = max_backup_bytes
+        self._pending: dict[TransferId, _Pending] = {}
+        self._lookups: dict[TransferId, ComponentKind] = {}
+        self._given_up: dict[ComponentKind, set[int]] = {kind: set() for kind in io}
+        self._settled: list[Settled] = []
+        self._backup_bytes = 0
+        self._next_id = 0
+        self._backoff = {kind: StorageBackoff(clock) for kind in io}
+        self._clock = clock
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def host_pool(self, kind: ComponentKind) -> HostKVPool:
+        """The host pool of a component."""
+        return self._io[kind].host_pool
+
+    def has_storage(self, kind: ComponentKind) -> bool:
+        """True if the component has an L3."""
+        return self._io[kind].storage is not None
+
+    def storage_writable(self, kind: ComponentKind) -> bool:
+        """True if the component has an L3 that is not in its pause after a failed write."""
+        return self.has_storage(kind) and self._backoff[kind].open
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers and look-ups submitted and not yet handed out by `poll`."""
+        return len(self._pending) + len(self._lookups) + len(self._settled)
+
+    def backup_fits(self, kind: ComponentKind, num_pages: int) -> bool:
+        """True if the gathered copy of that many pages stays within the bound on waiting backups."""
+        return self._backup_bytes + self._num_bytes(kind, num_pages) <= self._max_backup_bytes
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        device_pages: Int32Array,
+        dp_rank: int = 0,
+    ) -> TransferFuture:
+        """Back up: device page i goes to host page i (WRITING, from `host_pool(kind).alloc`).
+
+        The gather is enqueued before this returns, in data order after the last step, so the device pages may be freed
+        at once. Never blocks and never raises for a failed transfer: the future's result tells.
+        """
+        io = self._io[kind]
+        future = TransferFuture(self._new_id())
+        self._register(TransferKind.BACKUP, kind, host_pages, future)
+        try:
+            staged = io.transfer.gather(device_pages, dp_rank)
+        except Exception as error:
+            self._settle(Completion(future.transfer_id, None, describe(error), 0.0))
+            return future
+        pages: list[Any] = []
+
+        def start() -> list[Any]:
+            pages.extend(io.transfer.to_host(staged))
+            return [array for page in pages for array in page]
+
+        def finish() -> list[bool]:
+            io.host_pool.put(host_pages, pages)
+            return [True] * len(host_pages)
+
+        self._executor.submit_device(DeviceJob(future.transfer_id, start, finish))
+        return future
+
+    def load(
+        self,
+        kind: ComponentKind,
+        device_pages: Int32Array,
+        host_pages: Int32Array,
+        dp_rank: int = 0,
+    ) -> LoadFuture:
+        """Bring host page i (READY) towards device page i. After success `commit_load` puts it into place."""
+        io = self._io[kind]
+        future = LoadFuture(self._new_id(), device_pages, dp_rank)
+        self._register(TransferKind.LOAD, kind, host_pages, future)
+
+        def start() -> list[Any]:
+            future.staged = io.transfer.to_device(io.host_pool.get(host_pages), dp_rank)
+            return list(future.staged.arrays)
+
+        self._executor.submit_device(
+            DeviceJob(future.transfer_id, start, lambda: [True] * len(host_pages))
+        )
+        return future
+
+    def commit_load(self, kind: ComponentKind, future: LoadFuture) -> None:
+        """Scatter loaded pages into the device buffers, in data order before the next step. Donates the buffers."""
+        if future.result is None or not future.result.ok or future.staged is None:
+            raise InvariantError(f"load {future.transfer_id} is not complete: {future.result}")
+        self._io[kind].transfer.scatter(future.staged, future.device_pages, future.dp_rank)
+        future.staged = None
+
+    def store(
+        self, kind: ComponentKind, host_pages: Int32Array, page_keys: Sequence[PageKey]
+    ) -> TransferFuture:
+        """Write READY host pages to storage."""
+        io = self._io[kind]
+        future = TransferFuture(self._new_id())
+        self._register(TransferKind.STORE, kind, host_pages, future)
+
+        def run() -> list[bool]:
+            assert io.storage is not None
+            stored: list[bool] = []
+            for first in range(0, len(host_pages), STORAGE_BATCH_PAGES):
+                batch = slice(first, first + STORAGE_BATCH_PAGES)
+                payloads = io.host_pool.read_bytes(host_pages[batch])
+                stored.extend(io.storage.set(page_keys[batch], payloads))
+            return stored
+
+        self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))
+        return future
+
+    def lookup(
+        self, kind: ComponentKind, hasher: PageHasher, parent: PageKey | None, tokens: bytes
+    ) -> TransferId:
+        """Ask storage how many of the whole pages in `tokens` it has, from the first on. Hashes on the worker."""
+        storage = self._io[kind].storage
+        transfer_id = self._new_id()
+        self._lookups[transfer_id] = kind
+
+        def run() -> tuple[PageKey, ...]:
+            assert storage is not None
+            page_keys = hasher.chain(parent, tokens)
+            for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
+                there = storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
+                if not all(there):
+                    return tuple(page_keys[: first + there.index(False)])
+            return tuple(page_keys)
+
+        self._executor.submit_io(IoJob(transfer_id, run, IoLane.READ))
+        return transfer_id
+
+    def fetch(
+        self, kind: ComponentKind, page_keys: Sequence[PageKey], host_pages: Int32Array
+    ) -> TransferFuture:
+        """Read pages from storage into host pages (WRITING). Only the leading run of pages that verify is kept."""
+        io = self._io[kind]
+        future = TransferFuture(self._new_id())
+        self._register(TransferKind.FETCH, kind, host_pages, future)
+
+        def run() -> list[bool]:
+            assert io.storage is not None
+            found = io.storage.get(page_keys)
+            pages = found[: found.index(None)] if None in found else found
+            io.host_pool.write_bytes(
+                host_pages[: len(pages)], [page for page in pages if page is not None]
+            )
+            return [index < len(pages) for index in range(len(host_pages))]
+
+        self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.READ))
+        return future
+
+    def evict_callback(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        """The tree has given these host pages up: free them now, or, if a transfer holds them, when it is settled."""
+        pool = self._io[kind].host_pool
+        locked = pool.is_locked(host_pages)
+        self._given_up[kind].update(host_pages[locked].tolist())
+        pool.free(host_pages[~locked])
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[Settled]:
+        """Settle what has ended and hand each result out once. Never blocks."""
+        self._collect()
+        settled, self._settled = self._settled, []
+        return settled
+
+    def wait(self, future: TransferFuture, timeout_s: float) -> bool:
+        """Block until `future` is settled; False at the time limit. Other results wait for the next `poll`."""
+        deadline = self._clock() + timeout_s
+        self._collect()
+        while not future.done():
+            remaining_s = deadline - self._clock()
+            if remaining_s <= 0 or not self._executor.wait_any(remaining_s):
+                self._collect()
+                return future.done()
+            self._collect()
+        return True
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to hand out, or the time limit."""
+        return bool(self._settled) or self._executor.wait_any(timeout_s)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until nothing is in flight; what has ended is settled and waits for `poll`. False at the time limit."""
+        drained = self._executor.drain(deadline_s)
+        self._collect()
+        return drained
+
+    def shutdown(self, deadline_s: float) -> bool:
+        """Stop the workers and close the storages. True if every worker ended in time; later results are ignored."""
+        ended = self._executor.shutdown(deadline_s)
+        self._collect()
+        if ended:
+            for io in self._io.values():
+                if io.storage is not None:
+                    io.storage.close()
+        return ended
+
+    # -- diagnosis ---------------------------------------------------------------------------------------------------
+
+    def get_cpu_copy(
+        self, kind: ComponentKind, device_pages: Int32Array, dp_rank: int = 0
+    ) -> list[Any]:
+        """Numpy copies of device pages, synchronously. For dumps and tests, not for serving."""
+        return self._io[kind].transfer.get_cpu_copy(device_pages, dp_rank)
+
+    def load_cpu_copy(
+        self, kind: ComponentKind, copies: list[Any], device_pages: Int32Array, dp_rank: int = 0
+    ) -> None:
+        """Write what `get_cpu_copy` returned into device pages, synchronously. For dumps and tests."""
+        self._io[kind].transfer.load_cpu_copy(copies, device_pages, dp_rank)
+
+    def check_invariants(self) -> None:
+        """Every page in flight is locked; nothing given up is left without a transfer that will free it."""
+        for kind, io in self._io.items():
+            io.host_pool.check_invariants()
+            in_flight = {
+                page
+                for pending in self._pending.values()
+                if pending.component is kind
+                for page in pending.host_pages.tolist()
+            }
+            if in_flight:
+                pages = np.fromiter(in_flight, np.int32)
+                if not io.host_pool.is_locked(pages).all():
+                    raise InvariantError(f"{kind.value}: pages in flight are not locked: {pages}")
+            stray = self._given_up[kind] - in_flight
+            if stray:
+                raise InvariantError(f"{kind.value}: given-up pages without a transfer: {stray}")
+        backup_bytes = sum(
+            p.num_bytes for p in self._pending.values() if p.kind is TransferKind.BACKUP
+        )
+        if backup_bytes != self._backup_bytes:
+            raise InvariantError(f"backups hold {backup_bytes} bytes, counted {self._backup_bytes}")
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _new_id(self) -> TransferId:
+        self._next_id += 1
+        return TransferId(self._next_id)
+
+    def _num_bytes(self, kind: ComponentKind, num_pages: int) -> int:
+        return num_pages * self._io[kind].host_pool.layout.page_bytes
+
+    def _register(
+        self,
+        transfer_kind: TransferKind,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        future: TransferFuture,
+    ) -> None:
+        """Lock the pages and remember the transfer, before anything is submitted."""
+        num_bytes = self._num_bytes(kind, len(host_pages))
+        self._io[kind].host_pool.lock(host_pages)
+        self._pending[future.transfer_id] = _Pending(
+            transfer_kind, kind, host_pages, num_bytes, future
+        )
+        if transfer_kind is TransferKind.BACKUP:
+            self._backup_bytes += num_bytes
+
+    def _collect(self) -> None:
+        for completion in self._executor.poll():
+            if completion.transfer_id in self._lookups:
+                self._settle_lookup(completion)
+            else:
+                self._settle(completion)
+
+    def _settle_lookup(self, completion: Completion) -> None:
+        kind = self._lookups.pop(completion.transfer_id)
+        page_keys = completion.value if completion.error is None else ()
+        self._settled.append(
+            LookupResult(
+                completion.transfer_id, kind, page_keys, completion.error, completion.seconds
+            )
+        )
+
+    def _settle(self, completion: Completion) -> None:
+        pending = self._pending.pop(completion.transfer_id)
+        pool = self._io[pending.component].host_pool
+        ok = np.zeros(len(pending.host_pages), bool)
+        if completion.error is None:
+            ok[:] = completion.value
+        pool.unlock(pending.host_pages)
+        if pending.kind is TransferKind.BACKUP:
+            self._backup_bytes -= pending.num_bytes
+        if pending.kind in (TransferKind.BACKUP, TransferKind.FETCH):
+            pool.mark_ready(pending.host_pages[ok])
+        if pending.kind is TransferKind.STORE:
+            self._backoff[pending.component].record(bool(ok.all()))
+        self._free_given_up(pending)
+        result = TransferResult(
+            transfer_id=completion.transfer_id,
+            kind=pending.kind,
+            component=pending.component,
+            host_pages=tuple(pending.host_pages.tolist()),
+            ok_pages=tuple(ok.tolist()),
+            error=completion.error,
+            num_bytes=self._num_bytes(pending.component, int(ok.sum())),
+            seconds=completion.seconds,
+        )
+        if pending.future is not None:
+            pending.future.result = result
+        self._settled.append(result)
+
+    def _free_given_up(self, pending: _Pending) -> None:
+        """Free the pages of an ended transfer that the tree gave up meanwhile and no other transfer holds."""
+        given_up = self._given_up[pending.component]
+        if not given_up:
+            return
+        pool = self._io[pending.component].host_pool
+        gone = np.array([p for p in pending.host_pages.tolist() if p in given_up], np.int32)
+        gone = gone[~pool.is_locked(gone)]
+        given_up.difference_update(gone.tolist())
+        pool.free(gone)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line of text."""
+    return f"{type(error).__name__}: {error}"

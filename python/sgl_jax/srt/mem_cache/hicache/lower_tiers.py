@@ -1,0 +1,226 @@
+"""The host and storage tiers as the tree uses them: carries out the components' plans and finds room for them.
+
+The tree asks the components what should move (their hooks) and hands the plans to this module, which allocates host
+pages, evicts others to make room, submits transfers to the controller and, when they are settled, tells the tree which
+nodes changed. Scheduler thread only; nothing here blocks except `load`, which waits for its own pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .components.base import BackupPlan, PrefetchPlan, StorePlan, TreeComponent
+from .controller import HiCacheController, LoadFuture
+from .metrics import HiCacheMetrics
+from .tree_node import TreeNode
+from .types import ComponentKind, LookupResult, Tier, TransferKind, TransferResult
+
+Int32Array = npt.NDArray[np.int32]
+
+LOAD_TIMEOUT_S = 30.0
+"""A load that takes longer is given up and its request recomputes; far above any healthy transfer."""
+
+CLEAN_RESERVE = 0.25
+"""Share of the host pool that write-back keeps free or stored, so that eviction finds pages it may drop at once."""
+
+
+@dataclass
+class Settlement:
+    """What ended since the last poll.
+
+    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; look-ups and fetches are passed on.
+    """
+
+    backed_up: dict[TreeNode, TreeComponent] = field(default_factory=dict)
+    lost: dict[TreeNode, TreeComponent] = field(default_factory=dict)
+    lookups: list[LookupResult] = field(default_factory=list)
+    fetches: list[TransferResult] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HostVictims:
+    """What host eviction found.
+
+    dropped: nodes that lost their host pages (those without device slots must leave the tree); dirty: nodes that may be
+    dropped only after they were written to storage.
+    """
+
+    dropped: tuple[TreeNode, ...]
+    dirty: tuple[TreeNode, ...]
+
+
+@dataclass(frozen=True)
+class PendingLoad:
+    """Pages that are on the device but not yet in their buffers; `commit` puts them there before the next step."""
+
+    component: ComponentKind
+    future: LoadFuture
+    node: TreeNode
+    epoch: int
+
+
+class LowerTiers:
+    """L2 and L3 of one tree."""
+
+    def __init__(
+        self,
+        components: Sequence[TreeComponent],
+        controller: HiCacheController,
+        metrics: HiCacheMetrics,
+    ) -> None:
+        self.controller = controller
+        self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
+        self._metrics = metrics
+        self._host_chunk = 64
+
+    # -- backup ------------------------------------------------------------------------------------------------------
+
+    def has_room(self, kind: ComponentKind, num_pages: int) -> bool:
+        """True if that many host pages are free."""
+        return self.controller.host_pool(kind).num_free >= num_pages
+
+    def backup(self, plan: BackupPlan) -> bool:
+        """Start copying a node to the host. False, with nothing changed, if there is no room or too much waits."""
+        if not self.controller.backup_fits(plan.component, len(plan.device_pages)):
+            return False
+        host_pages = self.controller.host_pool(plan.component).alloc(len(plan.device_pages))
+        if host_pages is None:
+            return False
+        component = self._components[plan.component]
+        component.host.attach(plan.node, host_pages.copy(), stored=False)
+        self.controller.write(
+            plan.component, host_pages, plan.device_pages, plan.node.namespace.dp_rank
+        )
+        return True
+
+    def adopt(self, component: TreeComponent, node: TreeNode, host_pages: Int32Array) -> None:
+        """Give `node` pages that were fetched from storage."""
+        component.host.attach(node, host_pages, stored=True)
+
+    # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def find_victims(self, kind: ComponentKind, num_pages: int) -> HostVictims:
+        """Take host pages from the least recently used nodes until `num_pages` are free, as far as possible.
+
+        First from nodes that are on the device too (nothing is lost), then from nodes whose pages storage has or, when
+        no storage can take them, that nothing can save. Nodes in transfer and nodes with children below are passed over.
+        """
+        component, pool = self._components[kind], self.controller.host_pool(kind)
+        short = num_pages - pool.num_free
+        dropped: list[TreeNode] = []
+        dirty: list[TreeNode] = []
+        limit = max(short, 0) + self.controller.num_in_flight + self._host_chunk
+        writable = self.controller.storage_writable(kind)
+        for node in component.host.oldest_mirrors(limit):
+            if short <= 0:
+                break
+            short -= self._drop(component, node, dropped)
+        for node in component.host.oldest_sole(limit):
+            if short <= 0:
+                break
+            pages = node.data[component.index].host_pages
+            if node.children or pages is None:
+                continue
+            if writable and not component.host.stored[pages].all():
+                dirty.append(node)
+                continue
+            short -= self._drop(component, node, dropped)
+        return HostVictims(tuple(dropped), tuple(dirty))
+
+    def oldest_unstored(self, kind: ComponentKind) -> list[TreeNode]:
+        """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""
+        pool = self.controller.host_pool(kind)
+        want = int(pool.num_pages * CLEAN_RESERVE) - pool.num_free
+        component = self._components[kind]
+        found: list[TreeNode] = []
+        if want <= 0 or not self.controller.storage_writable(kind):
+            return found
+        for node in component.host.oldest_sole(self._host_chunk):
+            pages = node.data[component.index].host_pages
+            if want <= 0 or pages is None:
+                break
+            want -= len(pages)
+            if not (component.host.stored[pages] | component.host.storing[pages]).all():
+                found.append(node)
+        return found
+
+    def drop_host(self, component: TreeComponent, node: TreeNode) -> None:
+        """Take the node's host pages, whatever uses them now: a transfer under way keeps them until it ends."""
+        pages = component.host.detach(node)
+        self._count_dropped(component, node, pages)
+        self.controller.evict_callback(component.kind, pages)
+
+    def give_up(self, component: TreeComponent, host_pages: Int32Array) -> None:
+        """Give back host pages that no node owns."""
+        self.controller.evict_callback(component.kind, host_pages)
+
+    def device_changed(self, component: TreeComponent, node: TreeNode) -> None:
+        """A node gained or lost its device slots."""
+        component.host.device_changed(node)
+
+    # -- storage -----------------------------------------------------------------------------------------------------
+
+    def store(self, plan: StorePlan) -> None:
+        """Start writing pages to storage."""
+        self.controller.store(plan.component, plan.host_pages, plan.page_keys)
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def load(self, plan: PrefetchPlan, device_pages: Int32Array, dp_rank: int) -> LoadFuture | None:
+        """Bring the plan's host pages to the device and wait for them. None if that failed or took too long."""
+        future = self.controller.load(plan.component, device_pages, plan.host_pages, dp_rank)
+        if not self.controller.wait(future, LOAD_TIMEOUT_S):
+            return None
+        return future if future.result is not None and future.result.ok else None
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> Settlement:
+        """Collect what ended and say what it means for the tree."""
+        settlement = Settlement()
+        for result in self.controller.poll():
+            if isinstance(result, LookupResult):
+                settlement.lookups.append(result)
+                continue
+            self._metrics.transfer(result)
+            component = self._components[result.component]
+            if result.kind is TransferKind.BACKUP:
+                self._settle_backup(component, result, settlement)
+            elif result.kind is TransferKind.STORE:
+                pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
+                component.host.storing[pages] = False
+                component.host.stored[pages[ok]] = True
+            elif result.kind is TransferKind.FETCH:
+                settlement.fetches.append(result)
+        return settlement
+
+    def _settle_backup(
+        self, component: TreeComponent, result: TransferResult, settlement: Settlement
+    ) -> None:
+        """Every fragment that the node was cut into since is looked at: pages know their owners."""
+        failed = [p for p, ok in zip(result.host_pages, result.ok_pages, strict=True) if not ok]
+        lost = component.host.owners(failed)
+        settlement.lost.update(dict.fromkeys(lost, component))
+        for node in component.host.owners(result.host_pages):
+            if node not in lost:
+                settlement.backed_up[node] = component
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _drop(self, component: TreeComponent, node: TreeNode, dropped: list[TreeNode]) -> int:
+        """Free the node's host pages if no transfer holds them; return how many that were."""
+        pages = node.data[component.index].host_pages
+        if pages is None or self.controller.host_pool(component.kind).is_locked(pages).any():
+            return 0
+        self.drop_host(component, node)
+        dropped.append(node)
+        return len(pages)
+
+    def _count_dropped(self, component: TreeComponent, node: TreeNode, pages: Int32Array) -> None:
+        self._metrics.evicted(Tier.HOST, len(pages))
+        if node.data[component.index].device_slots is None:
+            self._metrics.dropped(int(len(pages) - component.host.stored[pages].sum()))

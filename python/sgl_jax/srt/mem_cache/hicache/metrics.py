@@ -1,0 +1,204 @@
+"""What HiCache did, as Prometheus metrics: who served the prompt tokens, what moved, what was lost.
+
+Every label combination is exported at 0 from the start, so that "never happened" and "not measured" differ. The names
+carry the engine's prefix `sglang:`. An observation never raises into the scheduler: a figure that cannot be counted
+(negative or not a number) is left out and counted in `sglang:hicache_metric_faults_total`.
+
+Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from .types import ComponentKind, Tier, TierTokens, TransferKind, TransferResult
+
+PREFIX = "sglang:hicache_"
+
+_EVICTING_TIERS = (Tier.DEVICE, Tier.HOST)
+_PAGE_OUTCOMES = ("ok", "missing", "failed")
+_STORAGE_OUTCOMES = ("hit", "miss", "corrupt")
+_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class HiCacheMetrics:
+    """The counters, gauges and histograms of one cache, registered in the registry it is given.
+
+    Two caches in one process take two registries; registering twice in one raises ValueError.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        components: Sequence[ComponentKind] = tuple(ComponentKind),
+    ) -> None:
+        self._define_tokens(registry)
+        self._define_transfers(registry)
+        self._define_pages(registry)
+        self._define_prefetch(registry)
+        self._faults = Counter(
+            PREFIX + "metric_faults",
+            "Observations left out because they were no count",
+            registry=registry,
+        )
+        self._export_zeros(components)
+
+    def _define_tokens(self, registry: CollectorRegistry) -> None:
+        self._prompts = Counter(
+            PREFIX + "prompts", "Prompts admitted, each counted once", registry=registry
+        )
+        self._prompt_tokens = Counter(
+            PREFIX + "prompt_tokens",
+            "Prompt tokens by the tier that served them; the tiers add up to all prompt tokens",
+            ["tier"],
+            registry=registry,
+        )
+
+    def _define_transfers(self, registry: CollectorRegistry) -> None:
+        labels = ["kind", "component"]
+        self._transfers = Counter(
+            PREFIX + "transfers",
+            "Transfers between tiers that ended: backup (D2H), load (H2D), store, fetch",
+            [*labels, "outcome"],
+            registry=registry,
+        )
+        self._transfer_pages = Counter(
+            PREFIX + "transfer_pages",
+            "Pages of those transfers: arrived, not there (fetch only), or lost to an error",
+            [*labels, "outcome"],
+            registry=registry,
+        )
+        self._transfer_bytes = Counter(
+            PREFIX + "transfer_bytes", "Bytes moved by those transfers", labels, registry=registry
+        )
+        self._transfer_seconds = Histogram(
+            PREFIX + "transfer_seconds",
+            "Time from submission to completion",
+            labels,
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            PREFIX + "transfers_in_flight", "Transfers not settled yet", ["kind"], registry=registry
+        )
+
+    def _define_pages(self, registry: CollectorRegistry) -> None:
+        self._evicted_pages = Counter(
+            PREFIX + "evicted_pages", "Pages that left a tier", ["tier"], registry=registry
+        )
+        self._dropped_pages = Counter(
+            PREFIX + "dropped_pages",
+            "Pages that left a tier although no lower tier held a copy",
+            ["tier"],
+            registry=registry,
+        )
+        self._host_pages_used = Gauge(
+            PREFIX + "host_pages_used", "Host pages in use", ["component"], registry=registry
+        )
+        self._host_pages_capacity = Gauge(
+            PREFIX + "host_pages_capacity", "Host pages in all", ["component"], registry=registry
+        )
+        self._storage_pages = Counter(
+            PREFIX + "storage_pages",
+            "Pages asked of storage: found, not found, or found damaged and moved out of the way",
+            ["outcome"],
+            registry=registry,
+        )
+
+    def _define_prefetch(self, registry: CollectorRegistry) -> None:
+        self._prefetch_wait = Histogram(
+            PREFIX + "prefetch_wait_seconds",
+            "Time a request about to be admitted was held for storage",
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._prefetch_timeouts = Counter(
+            PREFIX + "prefetch_timeouts", "Prefetches cut off by their deadline", registry=registry
+        )
+
+    def _export_zeros(self, components: Sequence[ComponentKind]) -> None:
+        for tier in Tier:
+            self._prompt_tokens.labels(tier.value)
+        for tier in _EVICTING_TIERS:
+            self._evicted_pages.labels(tier.value)
+            self._dropped_pages.labels(tier.value)
+        for outcome in _STORAGE_OUTCOMES:
+            self._storage_pages.labels(outcome)
+        for component in components:
+            self._host_pages_used.labels(component.value)
+            self._host_pages_capacity.labels(component.value)
+        for kind in TransferKind:
+            self._in_flight.labels(kind.value)
+            for component in components:
+                labels = (kind.value, component.value)
+                self._transfer_bytes.labels(*labels)
+                self._transfer_seconds.labels(*labels)
+                for outcome in ("ok", "failed"):
+                    self._transfers.labels(*labels, outcome)
+                for outcome in _PAGE_OUTCOMES:
+                    self._transfer_pages.labels(*labels, outcome)
+
+    def prompt(self, tiers: TierTokens) -> None:
+        """Count one admitted prompt. Call once per request, on admission, not per scheduling round."""
+        self._prompts.inc()
+        self._add(self._prompt_tokens.labels(Tier.DEVICE.value), tiers.device)
+        self._add(self._prompt_tokens.labels(Tier.HOST.value), tiers.host)
+        self._add(self._prompt_tokens.labels(Tier.STORAGE.value), tiers.storage)
+        self._add(self._prompt_tokens.labels(Tier.COMPUTED.value), tiers.computed)
+
+    def transfer(self, result: TransferResult) -> None:
+        """Count one settled transfer. A page that a fetch did not find is `missing`; only an error makes it `failed`."""
+        labels = (result.kind.value, result.component.value)
+        failed = result.error is not None
+        ok_pages = sum(result.ok_pages)
+        self._transfers.labels(*labels, "failed" if failed else "ok").inc()
+        self._add(self._transfer_pages.labels(*labels, "ok"), ok_pages)
+        self._add(
+            self._transfer_pages.labels(*labels, "failed" if failed else "missing"),
+            len(result.ok_pages) - ok_pages,
+        )
+        self._add(self._transfer_bytes.labels(*labels), result.num_bytes)
+        self._observe(self._transfer_seconds.labels(*labels), result.seconds)
+
+    def in_flight(self, kind: TransferKind, num_transfers: int) -> None:
+        """Set how many transfers of a kind are not settled yet."""
+        self._in_flight.labels(kind.value).set(num_transfers)
+
+    def evicted(self, tier: Tier, num_pages: int) -> None:
+        """Count pages that left the device or the host."""
+        self._add(self._evicted_pages.labels(tier.value), num_pages)
+
+    def dropped(self, tier: Tier, num_pages: int) -> None:
+        """Count pages that left a tier with no copy below: nothing could take them."""
+        self._add(self._dropped_pages.labels(tier.value), num_pages)
+
+    def host_pages(self, component: ComponentKind, used: int, capacity: int) -> None:
+        """Set the fill of a component's host pool."""
+        self._host_pages_used.labels(component.value).set(used)
+        self._host_pages_capacity.labels(component.value).set(capacity)
+
+    def storage_pages(self, hits: int = 0, misses: int = 0, corrupt: int = 0) -> None:
+        """Count pages that storage was asked for; a damaged page is `corrupt` only, not a miss too."""
+        self._add(self._storage_pages.labels("hit"), hits)
+        self._add(self._storage_pages.labels("miss"), misses)
+        self._add(self._storage_pages.labels("corrupt"), corrupt)
+
+    def prefetch_wait(self, seconds: float, timed_out: bool) -> None:
+        """Count how long a request was held for storage, and whether its deadline cut that off."""
+        self._observe(self._prefetch_wait, seconds)
+        if timed_out:
+            self._prefetch_timeouts.inc()
+
+    def _add(self, counter: Counter, amount: float) -> None:
+        if amount >= 0:
+            counter.inc(amount)
+        else:  # negative or NaN
+            self._faults.inc()
+
+    def _observe(self, histogram: Histogram, seconds: float) -> None:
+        if seconds >= 0:
+            histogram.observe(seconds)
+        else:  # negative or NaN
+            self._faults.inc()

@@ -1,0 +1,67 @@
+"""Counts of what a storage did, as plain numbers for metrics and tests."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class StorageStats:
+    """A snapshot. Pages asked for add up: gets == hits + misses + corrupt_gets + read_errors."""
+
+    sets: int = 0  # pages written
+    set_bytes: int = 0  # payload bytes written
+    already_stored: int = 0  # pages that set found in place
+    write_errors: int = 0  # pages that could not be written
+    gets: int = 0  # pages asked for
+    hits: int = 0
+    hit_bytes: int = 0  # payload bytes read and verified
+    misses: int = 0  # not there
+    corrupt_gets: int = 0  # there, and rejected by get
+    corrupt: int = 0  # rejected entries, whoever found them
+    read_errors: int = 0  # could not be read for a passing reason; nothing was moved
+    deletes: int = 0  # pages removed
+    delete_errors: int = 0
+    stale_temps_removed: int = 0
+    available: bool = True  # the last write worked
+    last_error: str | None = None  # of the last write that failed
+
+
+class StatsCounter:
+    """Collects `StorageStats` from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = StorageStats()
+
+    def add(self, **deltas: int) -> None:
+        """Adds to the named counts."""
+        with self._lock:
+            new = {name: getattr(self._stats, name) + delta for name, delta in deltas.items()}
+            self._stats = replace(self._stats, **new)
+
+    def write_worked(self) -> bool:
+        """Notes a working write; True if the storage was unavailable until now."""
+        with self._lock:
+            recovered = not self._stats.available
+            if recovered:
+                self._stats = replace(self._stats, available=True)
+            return recovered
+
+    def write_failed(self, error: str) -> bool:
+        """Notes a failed write; True if the storage was available until now."""
+        with self._lock:
+            was_available = self._stats.available
+            self._stats = replace(
+                self._stats,
+                available=False,
+                last_error=error,
+                write_errors=self._stats.write_errors + 1,
+            )
+            return was_available
+
+    def snapshot(self) -> StorageStats:
+        """The counts at one instant."""
+        with self._lock:
+            return self._stats

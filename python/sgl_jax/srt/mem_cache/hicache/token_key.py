@@ -1,0 +1,56 @@
+"""How tokens become the bytes that tree keys are made of and page hashes run over.
+
+A position is a little-endian int64 (8 bytes), or, for EAGLE's bigram keys, a pair of neighbouring tokens (16 bytes), so
+that comparing prefixes is comparing bytes and nothing is encoded twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenCodec:
+    """Encodes token ids for one page size and key kind."""
+
+    page_size: int
+    is_eagle: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position."""
+        return 16 if self.is_eagle else 8
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of positions."""
+        return self.page_size * self.token_bytes
+
+    def key_len(self, num_tokens: int) -> int:
+        """Positions in the key of `num_tokens` tokens: a bigram needs two."""
+        return max(num_tokens - 1, 0) if self.is_eagle else num_tokens
+
+    def aligned_len(self, num_tokens: int) -> int:
+        """Positions in whole pages of the key of `num_tokens` tokens."""
+        return self.key_len(num_tokens) // self.page_size * self.page_size
+
+    def encode(self, token_ids: Sequence[int]) -> bytes:
+        """The whole pages of the key as bytes; what is left over is cut off before it costs anything."""
+        aligned = self.aligned_len(len(token_ids))
+        if not aligned:
+            return b""
+        flat = _as_int64(token_ids[: aligned + 1] if self.is_eagle else token_ids[:aligned])
+        if not self.is_eagle:
+            return flat.tobytes()
+        return np.stack([flat[:-1], flat[1:]], axis=1).tobytes()
+
+
+def _as_int64(token_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if isinstance(token_ids, list) and sys.byteorder == "little":
+        return np.frombuffer(array("q", token_ids), dtype="<i8")
+    return np.ascontiguousarray(token_ids, dtype="<i8")

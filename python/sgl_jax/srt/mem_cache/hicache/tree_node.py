@@ -1,0 +1,73 @@
+"""One node of the prefix tree and what a component keeps on it. Data only; the rules are the tree's and components'."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .types import PageKey
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class KeyNamespace:
+    """Who may share a path below the root."""
+
+    extra_key: str | None
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class ComponentData:
+    """One component's part of a node.
+
+    device_slots: int32[num_tokens] or None; host_pages: int32[num_pages] or None (their bytes may still be on the way:
+    the host pool knows); page_keys: storage keys of the node's pages, computed once; device_lock: how many users keep
+    the device part.
+    """
+
+    device_slots: Int32Array | None = None
+    host_pages: Int32Array | None = None
+    page_keys: list[PageKey] | None = None
+    device_lock: int = 0
+
+
+class TreeNode:
+    """A run of whole pages below `parent`. `key` is the encoded tokens of the run (see `token_key`)."""
+
+    __slots__ = ("children", "data", "id", "key", "namespace", "num_tokens", "parent")
+
+    def __init__(
+        self,
+        node_id: int,
+        parent: TreeNode | None,
+        namespace: KeyNamespace,
+        key: bytes,
+        num_tokens: int,
+        num_components: int,
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.namespace = namespace
+        self.key = key
+        self.num_tokens = num_tokens
+        self.children: dict[Hashable, TreeNode] = {}
+        self.data = [ComponentData() for _ in range(num_components)]
+
+    def __repr__(self) -> str:
+        return f"TreeNode(id={self.id}, num_tokens={self.num_tokens}, children={len(self.children)})"
+
+    def ancestors(self) -> Iterator[TreeNode]:
+        """This node and every node above it, without the root, deepest first."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def path(self) -> list[TreeNode]:
+        """From below the root down to this node."""
+        return list(self.ancestors())[::-1]
