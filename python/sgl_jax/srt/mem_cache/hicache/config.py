@@ -206,8 +206,9 @@ def _require_member(option: str, value: object, choices: type[enum.Enum]) -> Non
 
 
 def _require_positive(option: str, value: object) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
+    # bool is an int to Python; a ratio of True is a mistake.
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and number > 0):
         raise _wrong(option, value, "a finite number greater than 0, such as 2.0")
 
 

@@ -149,7 +149,7 @@ class HiCacheMetrics:
         self._add(self._prompt_tokens.labels(Tier.COMPUTED.value), tiers.computed)
 
     def transfer(self, result: TransferResult) -> None:
-        """Count one settled transfer. A page that a fetch did not find is `missing`; only an error makes it `failed`."""
+        """Count one settled transfer. A page that a fetch did not find is `missing`; an error makes it `failed`."""
         labels = (result.kind.value, result.component.value)
         failed = result.error is not None
         ok_pages = sum(result.ok_pages)

@@ -1,0 +1,170 @@
+"""HiCacheConfig and its flags: what is allowed, what is refused and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.srt.mem_cache.hicache.config import (
+    AsyncImpl,
+    HiCacheConfig,
+    HostScheme,
+    StorageKind,
+    WritePolicy,
+)
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+
+
+def parse(*argv: str) -> HiCacheConfig:
+    parser = argparse.ArgumentParser()
+    HiCacheConfig.add_cli_args(parser)
+    return HiCacheConfig.from_args(parser.parse_args(argv))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(HiCacheConfigError) as caught:
+        parse(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_without_flags_hicache_is_off() -> None:
+    config = parse()
+    assert config == HiCacheConfig()
+    assert not config.enabled
+    assert not config.has_storage
+
+
+def test_documented_defaults() -> None:
+    config = parse("--hicache-storage", "none")
+    assert config.enabled
+    assert not config.has_storage
+    assert config.ratio == 2.0
+    assert config.storage_path == Path("~/.cache/sgl-jax/hicache").expanduser()
+    assert config.write_policy is WritePolicy.WRITE_THROUGH
+
+
+def test_every_flag_sets_its_field(tmp_path: Path) -> None:
+    config = parse(
+        *("--hicache-storage", "file", "--hicache-ratio", "0.5"),
+        *("--hicache-storage-path", str(tmp_path)),
+        *("--hicache-write-policy", "write_through_and_back"),
+        *("--hicache-async-impl", "future", "--hicache-host-scheme", "slab"),
+        *("--hicache-prefetch-deadline-s", "1.5"),
+    )
+    assert config == HiCacheConfig(
+        storage=StorageKind.FILE,
+        ratio=0.5,
+        storage_path=tmp_path,
+        write_policy=WritePolicy.WRITE_THROUGH_AND_BACK,
+        async_impl=AsyncImpl.FUTURE,
+        host_scheme=HostScheme.SLAB,
+        prefetch_deadline_s=1.5,
+    )
+    assert config.has_storage
+
+
+@pytest.mark.parametrize(
+    ("flag", "choices"),
+    [
+        ("--hicache-storage", StorageKind),
+        ("--hicache-write-policy", WritePolicy),
+        ("--hicache-async-impl", AsyncImpl),
+        ("--hicache-host-scheme", HostScheme),
+    ],
+)
+def test_an_unknown_choice_names_the_allowed_ones(flag: str, choices: type[enum.Enum]) -> None:
+    argv = [flag, "mooncake"]
+    if flag != "--hicache-storage":
+        argv += ["--hicache-storage", "none"]
+    message = refusal(*argv)
+    assert message.startswith(f"{flag} mooncake")
+    for choice in choices:
+        assert str(choice.value) in message
+
+
+@pytest.mark.parametrize("flag", ["--hicache-ratio", "--hicache-prefetch-deadline-s"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "two", "", "1e999"])
+def test_a_number_must_be_finite_and_positive(flag: str, value: str) -> None:
+    message = refusal("--hicache-storage", "none", f"{flag}={value}")
+    assert message.startswith(flag)
+    assert "greater than 0" in message
+
+
+@pytest.mark.parametrize("name", ["ratio", "prefetch_deadline_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0, -1.0, True, "2", None])
+def test_numbers_given_in_code_are_judged_alike(name: str, value: Any) -> None:
+    with pytest.raises(HiCacheConfigError, match="greater than 0"):
+        HiCacheConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["storage", "write_policy", "async_impl", "host_scheme", "storage_path"]
+)
+def test_text_in_place_of_a_typed_value_is_refused(name: str) -> None:
+    with pytest.raises(HiCacheConfigError, match=f"--hicache-{name.replace('_', '-')}"):
+        HiCacheConfig(**{name: "file"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--hicache-ratio", "2.0"),  # also when it is the default: it was asked for
+        ("--hicache-storage-path", "/tmp"),
+        ("--hicache-write-policy", "write_through"),
+    ],
+)
+def test_a_flag_without_storage_is_refused(argv: tuple[str, str]) -> None:
+    message = refusal(*argv)
+    assert message.startswith(argv[0])
+    assert "--hicache-storage" in message
+
+
+def test_an_empty_path_is_refused() -> None:
+    assert "path" in refusal("--hicache-storage", "file", "--hicache-storage-path", "")
+
+
+def test_a_flag_without_value_exits_with_status_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--hicache-storage")
+    assert caught.value.code == 2
+
+
+def test_help_says_that_none_is_not_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "none = device and host memory only (L1 + L2)" in text
+    assert "without this flag HiCache is off" in text
+
+
+def test_storage_path_is_created_private(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    HiCacheConfig(storage=StorageKind.FILE, storage_path=root).prepare_storage_path()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert list(root.iterdir()) == []
+
+
+def test_storage_path_is_left_alone_without_files(tmp_path: Path) -> None:
+    HiCacheConfig(storage=StorageKind.NONE, storage_path=tmp_path / "x").prepare_storage_path()
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_unusable_storage_path_is_refused(tmp_path: Path) -> None:
+    """A file in the way stands for every OSError; permissions do not stop root, who runs some CI machines."""
+    (tmp_path / "file").write_text("")
+    config = HiCacheConfig(storage=StorageKind.FILE, storage_path=tmp_path / "file" / "cache")
+    with pytest.raises(HiCacheConfigError, match=r"--hicache-storage-path .* cannot be written"):
+        config.prepare_storage_path()
+
+
+def test_an_unknown_home_is_refused() -> None:
+    with pytest.raises(HiCacheConfigError, match="~ names a known user"):
+        HiCacheConfig(storage_path=Path("~no-such-user-here/x"))

@@ -1,0 +1,202 @@
+"""HiCacheMetrics: zeros from the start, each token once, and no exception for a figure that makes no sense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sgl_jax.srt.mem_cache.hicache.metrics import HiCacheMetrics
+from sgl_jax.srt.mem_cache.hicache.types import (
+    ComponentKind,
+    Tier,
+    TierTokens,
+    TransferId,
+    TransferKind,
+    TransferResult,
+)
+
+FULL = ComponentKind.FULL
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> HiCacheMetrics:
+    return HiCacheMetrics(registry)
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    """Every sample as `name{label="value"}` -> value, without creation times and the HiCache prefix."""
+    text = generate_latest(registry).decode()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pairs = (line.rsplit(" ", 1) for line in lines)
+    return {
+        name.removeprefix("sglang:hicache_"): float(value)
+        for name, value in pairs
+        if "_created" not in name
+    }
+
+
+def changed(registry: CollectorRegistry, before: dict[str, float]) -> dict[str, float]:
+    """The samples that differ from `before`, histograms by their count and sum only."""
+    after = samples(registry)
+    assert before.keys() == after.keys()
+    return {k: v for k, v in after.items() if v != before[k] and "_bucket" not in k}
+
+
+def result(
+    kind: TransferKind,
+    ok_pages: tuple[bool, ...],
+    error: str | None = None,
+    component: ComponentKind = FULL,
+) -> TransferResult:
+    return TransferResult(
+        transfer_id=TransferId(1),
+        kind=kind,
+        component=component,
+        host_pages=tuple(range(len(ok_pages))),
+        ok_pages=ok_pages,
+        error=error,
+        num_bytes=100 * sum(ok_pages),
+        seconds=0.5,
+    )
+
+
+def test_everything_is_there_at_zero(registry: CollectorRegistry, metrics: HiCacheMetrics) -> None:
+    before = samples(registry)
+    assert set(before.values()) == {0.0}
+    for tier in ("device", "host", "storage", "computed"):
+        assert f'prompt_tokens_total{{tier="{tier}"}}' in before
+    for kind in ("backup", "load", "store", "fetch"):
+        for component in ("full", "swa", "recurrent"):
+            labels = f'component="{component}",kind="{kind}"'
+            assert f"transfer_bytes_total{{{labels}}}" in before
+            assert f"transfer_seconds_count{{{labels}}}" in before
+            assert f'transfers_total{{{labels},outcome="failed"}}' in before
+
+
+def test_no_call_adds_a_label_that_was_not_there(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    before = samples(registry)
+    metrics.prompt(TierTokens(1, 1, 1, 1))
+    for kind in TransferKind:
+        for component in ComponentKind:
+            metrics.transfer(result(kind, (True, False), None, component))
+            metrics.transfer(result(kind, (False,), "disk full", component))
+            metrics.host_pages(component, 1, 2)
+        metrics.in_flight(kind, 1)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        metrics.evicted(tier, 1)
+        metrics.dropped(tier, 1)
+    metrics.storage_pages(1, 1, 1)
+    metrics.prefetch_wait(0.1, timed_out=True)
+    after = samples(registry)
+    assert after.keys() == before.keys()
+    assert {k for k, v in after.items() if v == 0 and "_bucket" not in k} == {"metric_faults_total"}
+
+
+def test_a_prompt_counts_each_token_once(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    before = samples(registry)
+    metrics.prompt(TierTokens(device=600, host=200, storage=100, computed=100))
+    assert changed(registry, before) == {
+        "prompts_total": 1,
+        'prompt_tokens_total{tier="device"}': 600,
+        'prompt_tokens_total{tier="host"}': 200,
+        'prompt_tokens_total{tier="storage"}': 100,
+        'prompt_tokens_total{tier="computed"}': 100,
+    }
+
+
+def test_after_a_host_hit_only_the_host_tier_moves(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    before = samples(registry)
+    metrics.prompt(TierTokens(host=64))
+    assert changed(registry, before) == {
+        "prompts_total": 1,
+        'prompt_tokens_total{tier="host"}': 64,
+    }
+
+
+def test_a_transfer_that_arrived(registry: CollectorRegistry, metrics: HiCacheMetrics) -> None:
+    before = samples(registry)
+    metrics.transfer(result(TransferKind.BACKUP, (True, True, True)))
+    labels = 'component="full",kind="backup"'
+    assert changed(registry, before) == {
+        f'transfers_total{{{labels},outcome="ok"}}': 1,
+        f'transfer_pages_total{{{labels},outcome="ok"}}': 3,
+        f"transfer_bytes_total{{{labels}}}": 300,
+        f"transfer_seconds_count{{{labels}}}": 1,
+        f"transfer_seconds_sum{{{labels}}}": 0.5,
+    }
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(None, "missing"), ("disk full", "failed")])
+def test_a_page_that_did_not_arrive(
+    registry: CollectorRegistry, metrics: HiCacheMetrics, error: str | None, outcome: str
+) -> None:
+    metrics.transfer(result(TransferKind.FETCH, (True, False, False), error))
+    after = samples(registry)
+    labels = 'component="full",kind="fetch"'
+    assert after[f'transfer_pages_total{{{labels},outcome="ok"}}'] == 1
+    assert after[f'transfer_pages_total{{{labels},outcome="{outcome}"}}'] == 2
+    assert after[f'transfers_total{{{labels},outcome="failed"}}'] == (error is not None)
+
+
+def test_gauges_follow_the_last_value(registry: CollectorRegistry, metrics: HiCacheMetrics) -> None:
+    metrics.host_pages(FULL, used=7, capacity=10)
+    metrics.host_pages(FULL, used=3, capacity=10)
+    metrics.in_flight(TransferKind.LOAD, 2)
+    after = samples(registry)
+    assert after['host_pages_used{component="full"}'] == 3
+    assert after['host_pages_capacity{component="full"}'] == 10
+    assert after['transfers_in_flight{kind="load"}'] == 2
+
+
+def test_a_prefetch_wait_and_its_deadline(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    metrics.prefetch_wait(0.25, timed_out=False)
+    metrics.prefetch_wait(5.0, timed_out=True)
+    after = samples(registry)
+    assert after["prefetch_wait_seconds_count"] == 2
+    assert after["prefetch_timeouts_total"] == 1
+
+
+def test_a_senseless_figure_is_counted_and_never_raises(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    before = samples(registry)
+    metrics.prompt(TierTokens(device=-5, computed=5))
+    metrics.evicted(Tier.HOST, -1)
+    metrics.prefetch_wait(math.nan, timed_out=False)
+    assert changed(registry, before) == {
+        "prompts_total": 1,
+        'prompt_tokens_total{tier="computed"}': 5,
+        "metric_faults_total": 3,
+    }
+
+
+def test_two_caches_in_one_process_do_not_meet(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    other_registry = CollectorRegistry()
+    other = HiCacheMetrics(other_registry, components=[FULL])
+    other.prompt(TierTokens(device=1))
+    assert set(samples(registry).values()) == {0.0}
+    assert not any("swa" in name for name in samples(other_registry))
+
+
+def test_names_follow_prometheus(registry: CollectorRegistry, metrics: HiCacheMetrics) -> None:
+    text = generate_latest(registry).decode()
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("sglang:hicache_") for name in names)
