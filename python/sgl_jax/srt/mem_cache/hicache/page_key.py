@@ -1,14 +1,17 @@
 """Names of pages in storage: the namespace and the chained page hash.
 
-A page's key and value vectors depend on every token before it, so its name is a hash chain over the pages from the
-start of the prompt. It also depends on whose weights computed it and on how its bytes are laid out, so the namespace
-enters every link. One function computes the names for writing and for looking up.
+A page's key and value vectors depend on every token before it, so its name is a hash chain over
+the pages from the start of the prompt. It also depends on whose weights computed it and on how its
+bytes are laid out, so the namespace enters every link. One function computes the names for writing
+and for looking up.
 
-    page_key = sha256(parent_key, model_id, model_version, page_size, kv_dtype, layout_id, extra_key, tokens)
+    page_key = sha256(parent_key, model_id, model_version, page_size, kv_dtype,
+                      sha256(layout_id), extra_key, token_bytes, tokens)
 
-Every field is preceded by its length (64 bits, little-endian), so that no byte can move from one field to its
-neighbour. `layout_id` enters as its sha256: it grows with the number of layers and would otherwise dominate the cost of
-a page. The chain is a file format: changing a byte of it orphans every page in every storage.
+Every field is preceded by its length (64 bits, little-endian), so that no byte can move from one
+field to its neighbour. `layout_id` enters as its sha256: it grows with the number of layers and
+would otherwise dominate the cost of a page. `token_bytes` is the width of one position. The chain is a file format: changing a byte of it
+orphans every page in every storage.
 
 Thread rule: everything here is stateless between calls and may be used from any thread.
 """
@@ -25,7 +28,9 @@ KEY_BYTES = 32
 """Length of a `PageKey`."""
 
 CHAIN_START = hashlib.sha256(b"hicache page key chain, version 1").digest()
-"""What stands for the parent of the first page; the same in every process and release of this format."""
+"""What stands for the parent of the first page; the same in every process and release of this
+format.
+"""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -61,7 +66,9 @@ def frame_int(number: int) -> bytes:
 
 
 def namespace_digest(namespace: StorageNamespace) -> bytes:
-    """sha256 over every field of the namespace, framed: 32 bytes that a page file carries as its owner."""
+    """sha256 over every field of the namespace, framed: 32 bytes that a page file carries as its
+    owner.
+    """
     fields = (
         frame_text(namespace.model_id),
         frame_text(namespace.model_version),
@@ -79,10 +86,11 @@ def layout_digest(layout_id: str) -> bytes:
 
 
 class PageHasher:
-    """Computes page keys for one namespace and one `extra_key` (tenant salt, adapter; None is not the same as "").
+    """Computes page keys for one namespace and one `extra_key` (tenant salt, adapter; None is not
+    the same as "").
 
-    `token_bytes` is the width of one position (`TokenCodec.token_bytes`): 8 for plain tokens, one little-endian int64, and
-    16 for EAGLE's pairs. It is part of the key, so the two never meet.
+    `token_bytes` is the width of one position (`TokenCodec.token_bytes`): 8 for plain tokens, one
+    little-endian int64, and 16 for EAGLE's pairs. It is part of the key, so the two never meet.
     """
 
     def __init__(
@@ -104,10 +112,12 @@ class PageHasher:
     def chain(
         self, parent: PageKey | None, tokens: bytes | memoryview, num_pages: int | None = None
     ) -> list[PageKey]:
-        """Keys of the pages that follow `parent` (None: the start of a prompt), one per page, in order.
+        """Keys of the pages that follow `parent` (None: the start of a prompt), one per page, in
+        order.
 
         `tokens` are the token bytes of whole pages, `page_token_bytes` each. `num_pages` hashes
-        only that many of them. Raises ValueError if the bytes are not whole pages, or fewer than `num_pages`.
+        only that many of them. Raises ValueError if the bytes are not whole pages, or fewer than
+        `num_pages`.
         """
         view = memoryview(tokens).cast("B")
         step = self.page_token_bytes
@@ -132,7 +142,9 @@ class PageHasher:
         return keys
 
     def _constant_middle(self, token_bytes: int) -> bytes:
-        """All that stands between the parent and the tokens, ending with the frame of the tokens."""
+        """All that stands between the parent and the tokens, ending with the frame of the
+        tokens.
+        """
         space = self.namespace
         present = b"\x00" if self.extra_key is None else b"\x01"
         extra = "" if self.extra_key is None else self.extra_key

@@ -1,8 +1,9 @@
 """The protocol between host memory (L2) and a storage (L3).
 
-A storage maps a `PageKey` to the bytes of one page of one component. It knows nothing of trees, devices or jax, and an
-instance serves exactly one namespace (model, weights, page size, dtype, byte layout), so that a page of another
-namespace can only ever be a miss. All data crosses as plain contiguous bytes; the caller moves them to a device.
+A storage maps a `PageKey` to the bytes of one page of one component. It knows nothing of trees,
+devices or jax, and an instance serves exactly one namespace (model, weights, page size, dtype,
+byte layout), so that a page of another namespace can only ever be a miss. All data crosses as
+plain contiguous bytes; the caller moves them to a device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ..page_key import StorageNamespace as StorageNamespace
 from ..types import PageKey
 
 Payload = Sequence[npt.NDArray[Any]]
-"""One page as C-contiguous arrays, whose bytes one after the other are the page (no copy to join them)."""
+"""One page as C-contiguous arrays, whose bytes one after the other are the page (no copy to join
+them).
+"""
 
 PageBytes = npt.NDArray[np.uint8]
 """One page read back: uint8[page_bytes], freshly allocated, owned by the caller."""
@@ -29,13 +32,16 @@ class HiCacheStorage(ABC):
 
     Rules for an implementation:
 
-    1. Every method may be called from several worker threads at once, and other processes may use the same storage.
+    1. Every method may be called from several worker threads at once, and other processes may use
+       the same storage.
     2. A page is visible only when it is complete; a reader gets the whole page or None.
-    3. What is read is verified against the key and the namespace. Short, damaged, foreign or unreadable is a miss (None),
-       is counted, and does not stay in the way of the next `set`.
-    4. A failure of one page never fails its neighbours in the batch, and never raises: it is a False or a None. Only a
-       wrong call (key of the wrong length, payload of the wrong size) raises ValueError.
-    5. `set` of a key that is already there is success; the content of equal keys is equal by construction.
+    3. What is read is verified against the key and the namespace. Short, damaged, foreign or
+       unreadable is a miss (None), is counted, and does not stay in the way of the next `set`.
+    4. A failure of one page never fails its neighbours in the batch, and never raises: it is a
+       False or a None. Only a wrong call (key of the wrong length, payload of the wrong size)
+       raises ValueError.
+    5. `set` of a key that is already there is success; the content of equal keys is equal by
+       construction.
     """
 
     namespace: StorageNamespace
@@ -54,7 +60,9 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Remove pages; True for each page that was there and is gone. Removing what is not there is no error."""
+        """Remove pages; True for each page that was there and is gone. Removing what is not there
+        is no error.
+        """
 
     @abstractmethod
     def close(self) -> None:

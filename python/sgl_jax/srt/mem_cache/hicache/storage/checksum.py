@@ -1,9 +1,9 @@
 """Checksums of a page's payload.
 
-They find damage (bit rot, a torn write, zeroes after a power loss), not forgery. xxh3 runs at the speed of memory; the
-crc32 of the standard library is what is left where the small package `xxhash` is not installed, and costs more than
-reading a page from the page cache. A file names the one that it carries, so either kind is readable wherever the
-package is present.
+They find damage (bit rot, a torn write, zeroes after a power loss), not forgery. xxh3 runs at the
+speed of memory; the crc32 of the standard library is what is left where the small package `xxhash`
+is not installed, and costs more than reading a page from the page cache. A file names the one that
+it carries, so either kind is readable wherever the package is present.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The few operating system calls through which pages reach a file system.
 
-Behind one small class so that a test can make a disk full, slow or broken by passing another one, without patching.
+Behind one small class so that a test can make a disk full, slow or broken by passing another one,
+without patching.
 """
 
 from __future__ import annotations

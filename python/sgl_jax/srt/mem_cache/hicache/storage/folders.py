@@ -3,8 +3,9 @@
     <root>/<safe model id>/<page size>/<first two hex digits>/
     <root>/<safe model id>/<page size>/.quarantine/
 
-Everything below the root is reached through file descriptors of folders that were opened with O_NOFOLLOW, and created
-with 0700 whatever the umask. A folder that was removed under a running storage is created again on the next write.
+Everything below the root is reached through file descriptors of folders that were opened with
+O_NOFOLLOW, and created with 0700 whatever the umask. A folder that was removed under a running
+storage is created again on the next write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pathlib import Path
 FOLDER_MODE = 0o700
 QUARANTINE = ".quarantine"
 QUARANTINE_MAX_FILES = 16
-"""Rejected files that are kept for inspection; what comes after is removed, so that damage cannot fill the disk."""
+"""Rejected files that are kept for inspection; what comes after is removed, so that damage cannot
+fill the disk.
+"""
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.")
@@ -28,11 +31,13 @@ _KEPT_OF_LONG_NAME = 80
 
 
 def safe_name(model_id: str) -> str:
-    """A model id as one path component: injective, readable where it can be, never hidden, empty, "." or "..".
+    """A model id as one path component: injective, readable where it can be, never hidden, empty,
+    "." or "..".
 
-    Bytes outside [A-Za-z0-9._-], and a leading dot, become %XX; "" becomes "%empty"; a name that would be too long keeps
-    its beginning and gets its sha256. Case is kept: on a file system that ignores it two models may share a folder, where
-    the page keys and the identity inside each file still keep them apart.
+    Bytes outside [A-Za-z0-9._-], and a leading dot, become %XX; "" becomes "%empty"; a name that
+    would be too long keeps its beginning and gets its sha256. Case is kept: on a file system that
+    ignores it two models may share a folder, where the page keys and the identity inside each file
+    still keep them apart.
     """
     raw = model_id.encode("utf-8", "surrogatepass")
     name = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw)
@@ -45,9 +50,11 @@ def safe_name(model_id: str) -> str:
 
 @contextmanager
 def open_folder(path: Path, names: tuple[str, ...], *, create: bool) -> Iterator[int]:
-    """A descriptor of `path/names[0]/names[1]/...`; with `create`, missing folders (`path` too) are made.
+    """A descriptor of `path/names[0]/names[1]/...`; with `create`, missing folders (`path` too)
+    are made.
 
-    Raises OSError: FileNotFoundError if one is missing, ELOOP or NotADirectoryError if one is not a folder.
+    Raises OSError: FileNotFoundError if one is missing, ELOOP or NotADirectoryError if one is not
+    a folder.
     """
     fd = _open_child(str(path), None, create)
     try:
@@ -85,8 +92,8 @@ def _make_folder(name: str, parent_fd: int | None) -> bool:
 def move_away(name: str, folder_fd: int, quarantine_fd: int, new_name: str, max_bytes: int) -> None:
     """Takes an entry out of the way of the next write, without following it.
 
-    Folders and, while the quarantine has room, regular files of at most `max_bytes` are moved there; everything else is
-    removed. Raises OSError.
+    Folders and, while the quarantine has room, regular files of at most `max_bytes` are moved
+    there; everything else is removed. Raises OSError.
     """
     status = os.lstat(name, dir_fd=folder_fd)
     is_file = stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes

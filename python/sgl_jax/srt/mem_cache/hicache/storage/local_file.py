@@ -2,42 +2,41 @@
 
     <root>/<safe model id>/<page size>/<first two hex digits>/<page key>.npy
 
-What is where: `page_file` the bytes of a file, `folders` the way to it, `temp_file` and `sweep` what an interrupted
-write leaves, `file_ops` the system calls. This module orders them:
+What is where: `page_file` and `page_io` one file, `folders` the way to it, `temp_file` and `sweep`
+what an interrupted write leaves, `file_ops` the system calls. This module orders them:
 
-* A write goes to a temporary file in the page's own folder and becomes visible by one rename. A process may be killed
-  at any instant: what is visible is whole, and what is not is removed by the next start. After a power loss a visible
-  file may still be empty or torn (unless `fsync` is on); reading verifies, so it is a miss.
-* A read verifies everything. What is short, damaged, foreign, no regular file or unreadable is counted and moved out of
-  the way.
-* An error never leaves a call, except ValueError for a wrong one. A storage that cannot be written to says so once,
-  keeps trying with every page, and says so again when it works.
+* A write goes to a temporary file in the page's own folder and becomes visible by one rename. A
+  process may be killed at any instant: what is visible is whole, and what is not is removed by the
+  next start. After a power loss a visible file may still be empty or torn (unless `fsync` is on);
+  reading verifies, so it is a miss.
+* A read verifies everything. What is short, damaged, foreign, no regular file or unreadable is
+  counted and moved out of the way.
+* An error never leaves a call, except ValueError for a wrong one. A storage that cannot be written
+  to says so once, keeps trying with every page, and says so again when it works.
 
 Any thread; any number of processes.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-
-import numpy as np
 
 from ..errors import InvariantError, StorageCorruptionError
 from ..page_key import StorageNamespace, namespace_digest
 from ..types import PageKey
 from .base import HiCacheStorage, PageBytes, Payload
-from .file_ops import FileOps, read_full, write_all
+from .file_ops import FileOps
 from .folders import QUARANTINE, move_away, open_folder, safe_name
 from .page_file import PageFileFormat
-from .page_info import PageFileInfo, describe
+from .page_info import describe
+from .page_io import BadPageFile, PageFileIO
 from .payload import check_keys, payload_views
 from .stats import StatsCounter, StorageStats
 from .sweep import iter_pages, page_name, shard_name, sweep_stale_temps
@@ -45,8 +44,8 @@ from .temp_file import TempNames
 
 logger = logging.getLogger(__name__)
 
-_BAD_ENTRY = frozenset({errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EIO})
-"""Errors of opening or reading that lie in the entry itself; all others (too many files, a stale mount) may pass."""
+MAX_LOGGED_REJECTS = 16
+"""Bad files that one storage reports one by one; the counts go on."""
 
 
 class LocalFileStorage(HiCacheStorage):
@@ -63,15 +62,17 @@ class LocalFileStorage(HiCacheStorage):
     ) -> None:
         """Opens the storage and removes what dead writers left in its folder.
 
-        `fsync` forces file and folder to the disk before a page counts as stored. Raises ValueError for a namespace whose
-        pages no file can hold, never OSError.
+        `fsync` forces file and folder to the disk before a page counts as stored. Raises
+        ValueError for a namespace whose pages no file can hold, never OSError.
         """
         self.namespace = namespace
         self.root = root.absolute()
         self._names = (safe_name(namespace.model_id), str(namespace.page_size))
-        self._format = PageFileFormat(namespace) if page_format is None else page_format
-        self._ops = FileOps() if ops is None else ops
-        self._fsync = fsync
+        self._io = PageFileIO(
+            PageFileFormat(namespace) if page_format is None else page_format,
+            FileOps() if ops is None else ops,
+            fsync=fsync,
+        )
         self._temp_names = TempNames()
         self._rejects = itertools.count()
         self._reject_token = secrets.token_hex(4)
@@ -79,7 +80,7 @@ class LocalFileStorage(HiCacheStorage):
         self._closed = False
         self._sweep()
 
-    # -- HiCacheStorage ---------------------------------------------------------------------------------------------
+    # -- HiCacheStorage ---------------------------------------------------------------------------
 
     def get(self, keys: Sequence[PageKey]) -> list[PageBytes | None]:
         """See `HiCacheStorage.get`. Raises ValueError for a wrong key or a closed storage."""
@@ -88,13 +89,17 @@ class LocalFileStorage(HiCacheStorage):
         return [self._get_page(key) for key in keys]
 
     def set(self, keys: Sequence[PageKey], pages: Sequence[Payload]) -> list[bool]:
-        """See `HiCacheStorage.set`. Raises ValueError for a wrong key, a wrong payload or a closed storage."""
+        """See `HiCacheStorage.set`. Raises ValueError for a wrong key, a wrong payload or a closed
+        storage.
+        """
         self._check_open()
         views = payload_views(keys, pages, self.namespace.page_bytes)
         return [self._set_page(key, page) for key, page in zip(keys, views, strict=True)]
 
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
-        """See `HiCacheStorage.exists`: looks at kind and size of the file. One probe per key, nothing is listed."""
+        """See `HiCacheStorage.exists`: looks at kind and size of the file. One probe per key,
+        nothing is listed.
+        """
         self._check_open()
         check_keys(keys)
         return [self._exists_page(key) for key in keys]
@@ -109,11 +114,13 @@ class LocalFileStorage(HiCacheStorage):
         """See `HiCacheStorage.close`."""
         self._closed = True
 
-    # -- looking inside ---------------------------------------------------------------------------------------------
+    # -- looking inside ---------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
-        """Where the pages of this model and page size are; other namespaces of the model share it."""
+        """Where the pages of this model and page size are; other namespaces of the model share
+        it.
+        """
         return self.root.joinpath(*self._names)
 
     def path_of(self, key: PageKey) -> Path:
@@ -125,18 +132,23 @@ class LocalFileStorage(HiCacheStorage):
         return self._counter.snapshot()
 
     def iter_keys(self) -> Iterator[PageKey]:
-        """Keys of the visible pages of this namespace, in order, as far as their headers tell. Reads every header."""
+        """Keys of the visible pages of this namespace, in order, as far as their headers tell.
+        Reads every header.
+        """
         try:
-            with open_folder(self.root, self._names, create=False) as folder_fd:
-                with closing(iter_pages(folder_fd)) as pages:
-                    for shard_fd, name, key in pages:
-                        if self._is_own(shard_fd, name):
-                            yield key
+            with (
+                open_folder(self.root, self._names, create=False) as folder_fd,
+                closing(iter_pages(folder_fd)) as pages,
+            ):
+                for shard_fd, name, key in pages:
+                    if self._is_own(shard_fd, name):
+                        yield key
         except FileNotFoundError:
             return
 
     def check_invariants(self) -> None:
-        """Every visible file in the folder, of this namespace or another, is whole and is the page its name says.
+        """Every visible file in the folder, of this namespace or another, is whole and is the page
+        its name says.
 
         Reads everything. Raises InvariantError with all offenders.
         """
@@ -149,7 +161,7 @@ class LocalFileStorage(HiCacheStorage):
         if problems:
             raise InvariantError(f"{len(problems)} of {len(keys)} files: " + "; ".join(problems))
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- one page ---------------------------------------------------------------------------------
 
     def _get_page(self, key: PageKey) -> PageBytes | None:
         self._counter.add(gets=1)
@@ -159,66 +171,27 @@ class LocalFileStorage(HiCacheStorage):
         except FileNotFoundError:
             self._counter.add(misses=1)
             return None
-        except StorageCorruptionError:
-            self._counter.add(corrupt_gets=1)
-            return None
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             logger.debug("page %s cannot be read: %s", key.hex(), error)
             self._counter.add(read_errors=1)
+            return None
+        if page is None:
+            self._counter.add(corrupt_gets=1)
             return None
         self._counter.add(hits=1, hit_bytes=page.nbytes)
         return page
 
-    def _read_page(self, shard_fd: int, key: PageKey) -> PageBytes:
-        """Raises OSError, and StorageCorruptionError after moving the entry out of the way."""
-        name = page_name(key)
+    def _read_page(self, shard_fd: int, key: PageKey) -> PageBytes | None:
+        """None if the entry is bad; it is out of the way then. Raises OSError."""
         try:
-            fd = self._ops.open_for_read(name, shard_fd)
-        except OSError as error:
-            if error.errno in _BAD_ENTRY:
-                self._reject(key, shard_fd, f"cannot be opened: {error.strerror}", None)
-            raise
-        try:
-            return self._read_open_page(fd, key)
-        except StorageCorruptionError as error:
-            self._reject(key, shard_fd, str(error), os.fstat(fd))
-            raise
-        finally:
-            os.close(fd)
-
-    def _read_open_page(self, fd: int, key: PageKey) -> PageBytes:
-        """Raises StorageCorruptionError if the open file is not this page, OSError for what may pass."""
-        status = os.fstat(fd)
-        if not self._is_whole(status):
-            raise StorageCorruptionError(
-                f"expected a regular file of {self._format.file_bytes} bytes,"
-                f" found mode {status.st_mode:#o} and {status.st_size} bytes"
-            )
-        header = bytearray(self._format.header_bytes)
-        page: PageBytes = np.empty(self.namespace.page_bytes, dtype=np.uint8)
-        try:
-            count = read_full(self._ops, fd, [memoryview(header), memoryview(page)])
-        except OSError as error:
-            if error.errno in _BAD_ENTRY:
-                raise StorageCorruptionError(f"cannot be read: {error.strerror}") from error
-            raise
-        if count != self._format.file_bytes:
-            raise StorageCorruptionError(f"expected {self._format.file_bytes} bytes, read {count}")
-        self._format.verify(key, bytes(header), page)
-        return page
-
-    def _exists_page(self, key: PageKey) -> bool:
-        try:
-            with self._shard(key, create=False) as shard_fd:
-                return self._is_whole(os.lstat(page_name(key), dir_fd=shard_fd))
-        except OSError:
-            return False
-
-    # -- writing ----------------------------------------------------------------------------------------------------
+            return self._io.read(page_name(key), shard_fd, key)
+        except BadPageFile as error:
+            self._reject(key, shard_fd, str(error), error.status)
+            return None
 
     def _set_page(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
         try:
-            written = self._write_into_shard(key, payload)
+            written = self._write_page_again(key, payload)
         except OSError as error:
             if self._counter.write_failed(str(error)):
                 logger.warning("storage %s cannot be written to: %s", self.folder, error)
@@ -231,48 +204,43 @@ class LocalFileStorage(HiCacheStorage):
             logger.warning("storage %s can be written to again", self.folder)
         return True
 
-    def _write_into_shard(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
-        """False if the page was there already. Raises OSError. Removed folders are made again, once."""
-        for is_last in (False, True):
-            try:
-                with self._shard(key, create=True) as shard_fd:
-                    if self._is_stored(shard_fd, key):
-                        return False
-                    self._write_page(shard_fd, key, payload)
-                    return True
-            except FileNotFoundError:
-                if is_last:
-                    raise
-        raise AssertionError("unreachable")
+    def _write_page_again(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
+        """As `_write_page`; folders that were removed or replaced by something else are made
+        again, once.
+        """
+        try:
+            return self._write_page(key, payload)
+        except (FileNotFoundError, NotADirectoryError):
+            self._clear_shard(key)
+            return self._write_page(key, payload)
+
+    def _write_page(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
+        """True if written, False if the page was there already. Raises OSError."""
+        with self._shard(key, create=True) as shard_fd:
+            if self._is_stored(shard_fd, key):
+                return False
+            temp_name = self._temp_names.new(key.hex())
+            self._io.write(temp_name, page_name(key), shard_fd, key, payload)
+            return True
 
     def _is_stored(self, shard_fd: int, key: PageKey) -> bool:
-        """Whether the entry looks like the page. A folder in its place, which no rename could replace, is moved."""
+        """Whether the entry looks like the page. A folder in its place, which no rename could
+        replace, is moved.
+        """
         try:
             status = os.lstat(page_name(key), dir_fd=shard_fd)
         except FileNotFoundError:
             return False
         if stat.S_ISDIR(status.st_mode):
             self._reject(key, shard_fd, "is a folder", status)
-        return self._is_whole(status)
+        return self._io.is_whole(status)
 
-    def _write_page(self, shard_fd: int, key: PageKey, payload: Sequence[memoryview]) -> None:
-        temp_name = self._temp_names.new(key.hex())
-        buffers = self._format.encode(key, payload)
-        fd = self._ops.create(temp_name, shard_fd)
+    def _exists_page(self, key: PageKey) -> bool:
         try:
-            try:
-                write_all(self._ops, fd, buffers)
-                if self._fsync:
-                    self._ops.fsync(fd)
-            finally:
-                os.close(fd)
-            self._ops.replace(temp_name, page_name(key), shard_fd)
-        except BaseException:
-            with suppress(OSError):  # the first error counts; what stays is swept at the next start
-                os.unlink(temp_name, dir_fd=shard_fd)
-            raise
-        if self._fsync:
-            self._ops.fsync(shard_fd)
+            with self._shard(key, create=False) as shard_fd:
+                return self._io.is_whole(os.lstat(page_name(key), dir_fd=shard_fd))
+        except OSError:
+            return False
 
     def _delete_page(self, key: PageKey) -> bool:
         try:
@@ -287,30 +255,21 @@ class LocalFileStorage(HiCacheStorage):
         self._counter.add(deletes=1)
         return True
 
-    # -- helpers ----------------------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _shard(self, key: PageKey, *, create: bool) -> AbstractContextManager[int]:
         return open_folder(self.root, (*self._names, shard_name(key)), create=create)
 
-    def _is_whole(self, status: os.stat_result) -> bool:
-        return stat.S_ISREG(status.st_mode) and status.st_size == self._format.file_bytes
-
     def _is_own(self, shard_fd: int, name: str) -> bool:
         try:
-            fd = self._ops.open_for_read(name, shard_fd)
-        except OSError:
+            return self._io.is_own(name, shard_fd)
+        except (OSError, BadPageFile):
             return False
-        try:
-            if not self._is_whole(os.fstat(fd)):
-                return False
-            return self._format.is_own(os.pread(fd, self._format.header_bytes, 0))
-        finally:
-            os.close(fd)
 
     def _problem_of(self, key: PageKey) -> str | None:
         path = self.path_of(key)
         try:
-            info: PageFileInfo = describe(path)
+            info = describe(path)
         except FileNotFoundError:
             return None  # deleted since it was listed
         except (OSError, StorageCorruptionError) as error:
@@ -318,27 +277,46 @@ class LocalFileStorage(HiCacheStorage):
         if info.page_key != key:
             return f"{path}: holds the page {info.page_key.hex()}"
         own = info.namespace_digest == namespace_digest(self.namespace)
-        if own and info.file_bytes != self._format.file_bytes:
-            return f"{path}: {info.file_bytes} bytes, expected {self._format.file_bytes}"
+        if own and info.file_bytes != self._io.file_bytes:
+            return f"{path}: {info.file_bytes} bytes, expected {self._io.file_bytes}"
         return None
 
     def _reject(
         self, key: PageKey, shard_fd: int, reason: str, seen: os.stat_result | None
     ) -> None:
-        """Moves a bad entry out of the way, unless another writer has put a new one there since it was `seen`."""
+        """Moves a bad entry out of the way, unless another writer has put a new one there since it
+        was `seen`.
+        """
         self._counter.add(corrupt=1)
-        name, target = page_name(key), f"{key.hex()}.{self._reject_token}.{next(self._rejects)}"
-        logger.warning("page file %s is rejected: %s", self.path_of(key), reason)
+        number = next(self._rejects)
+        level = logging.WARNING if number < MAX_LOGGED_REJECTS else logging.DEBUG
+        logger.log(level, "page file %s is rejected: %s", self.path_of(key), reason)
+        name = page_name(key)
         try:
             now = os.lstat(name, dir_fd=shard_fd)
-            if seen is not None and (now.st_dev, now.st_ino) != (seen.st_dev, seen.st_ino):
-                return
-            with open_folder(self.root, (*self._names, QUARANTINE), create=True) as quarantine_fd:
-                move_away(name, shard_fd, quarantine_fd, target, self._format.file_bytes)
+            if seen is None or (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino):
+                self._move_away(name, shard_fd, number)
         except FileNotFoundError:
             return  # somebody else was faster
         except OSError as error:
-            logger.warning("page file %s cannot be moved away: %s", self.path_of(key), error)
+            logger.log(level, "page file %s cannot be moved away: %s", self.path_of(key), error)
+
+    def _clear_shard(self, key: PageKey) -> None:
+        """Moves away what stands in the place of a shard folder and is none. Raises OSError."""
+        name = shard_name(key)
+        with open_folder(self.root, self._names, create=True) as folder_fd:
+            try:
+                status = os.lstat(name, dir_fd=folder_fd)
+                if not stat.S_ISDIR(status.st_mode):
+                    self._counter.add(corrupt=1)
+                    self._move_away(name, folder_fd, next(self._rejects))
+            except FileNotFoundError:
+                return
+
+    def _move_away(self, name: str, folder_fd: int, number: int) -> None:
+        target = f"{name}.{self._reject_token}.{number}"
+        with open_folder(self.root, (*self._names, QUARANTINE), create=True) as quarantine_fd:
+            move_away(name, folder_fd, quarantine_fd, target, self._io.file_bytes)
 
     def _sweep(self) -> None:
         try:

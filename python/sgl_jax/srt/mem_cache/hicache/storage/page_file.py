@@ -4,11 +4,11 @@
     record fields    `FIELDS`, 256 bytes: what it is, whose it is, checksums
     payload          page_bytes raw bytes, starting at a multiple of 64
 
-The payload is raw because numpy's format knows neither bfloat16 nor the 8-bit floats; the dtype is a field. All files
-of a namespace have one size and, but for key and checksums, one header, so reading needs no parser: the header that a
-file must have is computed from the key and the payload, and compared. A file can therefore never make the reader
-allocate, and nothing is ever unpickled. The numpy header is written here and not by numpy, whose padding differs
-between releases.
+The payload is raw because numpy's format knows neither bfloat16 nor the 8-bit floats; the dtype is
+a field. All files of a namespace have one size and, but for key and checksums, one header, so
+reading needs no parser: the header that a file must have is computed from the key and the payload,
+and compared. A file can therefore never make the reader allocate, and nothing is ever unpickled.
+The numpy header is written here and not by numpy, whose padding differs between releases.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ FIELDS: tuple[tuple[str, str] | tuple[str, str, tuple[int, ...]], ...] = (
     ("model_id", "|S88"),
     ("header_crc32", "<u4"),
 )
-"""Name and dtype of the record fields before `payload`. `kv_dtype` and `model_id` are cut to fit: they are for people,
-the namespace digest is what counts. `header_crc32` covers every byte of the file before it."""
+"""Name and dtype of the record fields before `payload`. `kv_dtype` and `model_id` are cut to fit:
+they are for people, the namespace digest is what counts. `header_crc32` covers every byte of the
+file before it."""
 
 _RECORD = struct.Struct("<8sI12sQ32s32s32sQQ20s88sI")
 _KIND = slice(12, 24)
@@ -51,7 +52,9 @@ _NAMESPACE = slice(64, 96)
 
 
 def npy_header(payload_bytes: int) -> bytes:
-    """The numpy header (format 1.0) of a page file with that much payload, padded to a multiple of 64."""
+    """The numpy header (format 1.0) of a page file with that much payload, padded to a multiple of
+    64.
+    """
     descr = [*FIELDS, ("payload", "|u1", (payload_bytes,))]
     text = repr({"descr": descr, "fortran_order": False, "shape": (1,)})
     before = len(b"\x93NUMPY\x01\x00") + 2
@@ -76,7 +79,8 @@ class PageFileFormat:
     ) -> None:
         """`checksum_kind` is what written files carry; `checksums` those that can be verified.
 
-        Raises ValueError for a page outside 1..`MAX_PAGE_BYTES` bytes or a checksum that is not among `checksums`.
+        Raises ValueError for a page outside 1..`MAX_PAGE_BYTES` bytes or a checksum that is not
+        among `checksums`.
         """
         if not 1 <= namespace.page_bytes <= MAX_PAGE_BYTES:
             raise ValueError(f"page_bytes {namespace.page_bytes} outside [1, {MAX_PAGE_BYTES}]")
@@ -92,7 +96,9 @@ class PageFileFormat:
         self.file_bytes = self.header_bytes + namespace.page_bytes
 
     def encode(self, key: PageKey, payload: Sequence[memoryview]) -> list[memoryview]:
-        """The buffers that make up the file, for a vectored write; the payload's own memory, not a copy."""
+        """The buffers that make up the file, for a vectored write; the payload's own memory, not a
+        copy.
+        """
         checksum = self._checksums[self._kind](payload)
         return [memoryview(self._header(key, self._kind, checksum)), *payload]
 
@@ -104,13 +110,17 @@ class PageFileFormat:
         kind = self._record(header)[_KIND].rstrip(b"\0").decode("latin1")
         compute = self._checksums.get(kind)
         if compute is None:
-            raise StorageCorruptionError(f"checksum {kind!r} is not one of {sorted(self._checksums)}")
-        expected = self._header(key, kind, compute([memoryview(payload)]))
+            raise StorageCorruptionError(
+                f"checksum {kind!r} is not one of {sorted(self._checksums)}"
+            )
+        expected = self._header(key, kind, compute([payload.data]))
         if header != expected:
             raise StorageCorruptionError(self._difference(header, expected))
 
     def is_own(self, header: bytes) -> bool:
-        """Whether a header is whole and names this namespace as its owner; says nothing of the payload."""
+        """Whether a header is whole and names this namespace as its owner; says nothing of the
+        payload.
+        """
         if len(header) != self.header_bytes or not header_crc_holds(header):
             return False
         return self._record(header)[_NAMESPACE] == self._owner

@@ -1,6 +1,7 @@
 """Reads any page file on its own, without knowing its namespace: for tools, checks and people.
 
-It goes through `np.load`, so it is independent of the code that wrote the file, and it is not on the serving path.
+It goes through `np.load`, so it is independent of the code that wrote the file, and it is not on
+the serving path.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class PageFileInfo:
 
 
 def describe(path: Path) -> PageFileInfo:
-    """Read and check one page file of any namespace. Never follows a symlink, never blocks on a FIFO, never unpickles.
+    """Read and check one page file of any namespace. Never follows a symlink, never blocks on a
+    FIFO, never unpickles.
 
-    Memory is bounded by the file's own size. Raises StorageCorruptionError if it is not a whole page file, OSError if
-    it cannot be opened.
+    Memory is bounded by the file's own size. Raises StorageCorruptionError if it is not a whole
+    page file, OSError if it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
@@ -62,7 +64,9 @@ def describe(path: Path) -> PageFileInfo:
 
 
 def _check_shape(file: IO[bytes], file_bytes: int) -> int:
-    """Bytes before the payload. Raises ValueError unless the numpy header describes exactly one of our records."""
+    """Bytes before the payload. Raises ValueError unless the numpy header describes exactly one of
+    our records.
+    """
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("not numpy format 1.0")
     shape, _, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=_MAX_NPY_HEADER)
@@ -85,7 +89,7 @@ def _check_sums(path: Path, record: Any, header: bytes) -> None:
     if kind not in CHECKSUMS:
         raise StorageCorruptionError(f"{path}: checksum {kind!r} is not one of {sorted(CHECKSUMS)}")
     payload: npt.NDArray[np.uint8] = np.ascontiguousarray(record["payload"])
-    if CHECKSUMS[kind]([memoryview(payload)]) != record["checksum"]:
+    if CHECKSUMS[kind]([payload.data]) != record["checksum"]:
         raise StorageCorruptionError(f"{path}: the payload is damaged")
 
 

@@ -1,7 +1,7 @@
 """Checks of a storage call's arguments, shared by every implementation.
 
-A wrong call is a fault of the caller and raises ValueError before anything is touched; everything that goes wrong
-below that is a value.
+A wrong call is a fault of the caller and raises ValueError before anything is touched; everything
+that goes wrong below that is a value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def payload_views(
 ) -> list[list[memoryview]]:
     """Byte views of the pages' arrays, nothing copied.
 
-    Raises ValueError if keys and pages do not pair up, an array is not C-contiguous, or a page has not exactly
-    `page_bytes` bytes.
+    Raises ValueError if keys and pages do not pair up, an array is not C-contiguous, or a page has
+    not exactly `page_bytes` bytes.
     """
     check_keys(keys)
     if len(keys) != len(pages):
@@ -42,7 +42,7 @@ def _byte_views(page: Payload, page_bytes: int) -> list[memoryview]:
         if not array.flags.c_contiguous:
             raise ValueError(f"a payload array of shape {array.shape} is not C-contiguous")
         if array.nbytes:
-            views.append(memoryview(array.reshape(-1).view(np.uint8)))
+            views.append(array.reshape(-1).view(np.uint8).data)
     found = sum(len(view) for view in views)
     if found != page_bytes:
         raise ValueError(f"a page of this storage has {page_bytes} bytes, found {found}")

@@ -1,11 +1,13 @@
-"""Removes what dead writers left behind, and lists what is stored. Only ever looks into one namespace's folder."""
+"""Removes what dead writers left behind, and lists what is stored. Only ever looks into one
+namespace's folder.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 
 from ..types import PageKey
@@ -14,7 +16,9 @@ from .temp_file import is_stale, parse_writer, this_writer
 logger = logging.getLogger(__name__)
 
 MAX_SWEPT_ENTRIES = 1_000_000
-"""Directory entries that one sweep looks at, so that opening a huge storage stays a matter of seconds."""
+"""Directory entries that one sweep looks at, so that opening a huge storage stays a matter of
+seconds.
+"""
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _PAGE = re.compile(r"(?P<hex>[0-9a-f]{64})\.npy")
@@ -31,9 +35,10 @@ def shard_name(key: PageKey) -> str:
     return f"{key[0]:02x}"
 
 
-def iter_entries(folder_fd: int) -> Iterator[tuple[int, str]]:
-    """(descriptor of the shard folder, entry name) for every entry of every shard, in order; the descriptor is valid
-    until the next step. Folders that vanish or are not ours are passed over."""
+def iter_entries(folder_fd: int) -> Generator[tuple[int, str], None, None]:
+    """(descriptor of the shard folder, entry name) for every entry of every shard, in order; the
+    descriptor is valid until the next step. Folders that vanish or are not ours are passed
+    over."""
     for shard in sorted(filter(_SHARD.fullmatch, os.listdir(folder_fd))):
         try:
             shard_fd = os.open(shard, _SHARD_FLAGS, dir_fd=folder_fd)
@@ -47,8 +52,10 @@ def iter_entries(folder_fd: int) -> Iterator[tuple[int, str]]:
             os.close(shard_fd)
 
 
-def iter_pages(folder_fd: int) -> Iterator[tuple[int, str, PageKey]]:
-    """(descriptor of the shard folder, file name, page key) for every visible page of any namespace in the folder."""
+def iter_pages(folder_fd: int) -> Generator[tuple[int, str, PageKey], None, None]:
+    """(descriptor of the shard folder, file name, page key) for every visible page of any
+    namespace in the folder.
+    """
     with closing(iter_entries(folder_fd)) as entries:
         for shard_fd, name in entries:
             match = _PAGE.fullmatch(name)
@@ -57,7 +64,9 @@ def iter_pages(folder_fd: int) -> Iterator[tuple[int, str, PageKey]]:
 
 
 def sweep_stale_temps(folder_fd: int, max_entries: int = MAX_SWEPT_ENTRIES) -> int:
-    """Removes the temporary files of dead writers; those of living ones stay. Returns how many were removed."""
+    """Removes the temporary files of dead writers; those of living ones stay. Returns how many
+    were removed.
+    """
     here, removed = this_writer(), 0
     with closing(iter_entries(folder_fd)) as entries:
         for _, (shard_fd, name) in zip(range(max_entries), entries, strict=False):

@@ -2,9 +2,9 @@
 
     <page>.<host>.<pid>.<start>.<storage>.<count>.tmp
 
-`host` tells machines and process-id spaces apart, `pid` and `start` name a process for good (ids are reused), `storage`
-is random per open storage and `count` per write. So no two writes ever share a name, and a sweep can tell the temporary
-file of a dead writer from that of a live one.
+`host` tells machines and process-id spaces apart, `pid` and `start` name a process for good (ids
+are reused), `storage` is random per open storage and `count` per write. So no two writes ever
+share a name, and a sweep can tell the temporary file of a dead writer from that of a live one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOREIGN_MAX_AGE_S = 24 * 3600.0
-"""Age from which the temporary file of another machine counts as left behind: its processes cannot be asked."""
+"""Age from which the temporary file of another machine counts as left behind: its processes cannot
+be asked.
+"""
 
 _NAME = re.compile(
     r"[0-9a-f]{64}\.(?P<host>[0-9a-f]{12})\.(?P<pid>\d{1,10})\.(?P<start>\d{1,20})\.[0-9a-f]{8}\.\d+\.tmp"
@@ -29,7 +31,9 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Writer:
-    """One process, for good: `start` is its start time in clock ticks since boot, 0 where the system does not tell."""
+    """One process, for good: `start` is its start time in clock ticks since boot, 0 where the
+    system does not tell.
+    """
 
     host: str
     pid: int
@@ -62,13 +66,13 @@ class TempNames:
         if self._writer.pid != os.getpid():
             self._writer = this_writer()
         writer = self._writer
-        return (
-            f"{page}.{writer.host}.{writer.pid}.{writer.start}.{self._token}.{next(self._count)}.tmp"
-        )
+        parts = (writer.host, writer.pid, writer.start, self._token, next(self._count))
+        return f"{page}.{'.'.join(map(str, parts))}.tmp"
 
 
 def is_stale(writer: Writer, modified_s: float, here: Writer) -> bool:
-    """Whether the file of `writer`, last modified at that time of the wall clock, will never be finished.
+    """Whether the file of `writer`, last modified at that time of the wall clock, will never be
+    finished.
 
     `here` is the calling process.
     """
@@ -93,7 +97,9 @@ def _is_alive(writer: Writer) -> bool:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start of a living process in clock ticks since boot; None for a dead one, a zombie, or without /proc."""
+    """Start of a living process in clock ticks since boot; None for a dead one, a zombie, or
+    without /proc.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="latin1")
     except OSError:

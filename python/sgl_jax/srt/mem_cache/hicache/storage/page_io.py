@@ -1,0 +1,127 @@
+"""Moves one page between memory and a file in an open folder, in the format of `page_file`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from ..errors import StorageCorruptionError
+from ..types import PageKey
+from .base import PageBytes
+from .file_ops import FileOps, read_full, write_all
+from .page_file import PageFileFormat
+
+_BAD_ENTRY = frozenset({errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EIO})
+"""Errors of opening or reading that lie in the entry itself; all others (too many files, a stale
+mount) may pass.
+"""
+
+
+class BadPageFile(StorageCorruptionError):
+    """What stands in a page's place is not the page. `status` is the file that was read, None if
+    none was opened.
+    """
+
+    def __init__(self, reason: str, status: os.stat_result | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PageFileIO:
+    """Reads and writes the page files of one namespace. Immutable; any thread."""
+
+    def __init__(self, page_format: PageFileFormat, ops: FileOps, *, fsync: bool) -> None:
+        """`fsync` forces file and folder to the disk before a write returns."""
+        self.file_bytes = page_format.file_bytes
+        self._format = page_format
+        self._ops = ops
+        self._fsync = fsync
+
+    def is_whole(self, status: os.stat_result) -> bool:
+        """Whether an entry has the kind and the size of a page file."""
+        return stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes
+
+    def read(self, name: str, folder_fd: int, key: PageKey) -> PageBytes:
+        """The verified page.
+
+        Raises FileNotFoundError, BadPageFile if the entry is not the page, and OSError for what
+        may pass.
+        """
+        fd = self._open(name, folder_fd)
+        try:
+            status = os.fstat(fd)
+            try:
+                return self._read_open(fd, status, key)
+            except StorageCorruptionError as error:
+                raise BadPageFile(str(error), status) from error
+        finally:
+            os.close(fd)
+
+    def write(
+        self, temp_name: str, name: str, folder_fd: int, key: PageKey, payload: Sequence[memoryview]
+    ) -> None:
+        """Writes under the temporary name and renames: the page becomes visible whole, or not at
+        all.
+
+        Raises OSError after removing the temporary file.
+        """
+        buffers = self._format.encode(key, payload)
+        fd = self._ops.create(temp_name, folder_fd)
+        try:
+            try:
+                write_all(self._ops, fd, buffers)
+                if self._fsync:
+                    self._ops.fsync(fd)
+            finally:
+                os.close(fd)
+            self._ops.replace(temp_name, name, folder_fd)
+        except BaseException:
+            with suppress(OSError):  # the first error counts; what stays is swept at the next start
+                os.unlink(temp_name, dir_fd=folder_fd)
+            raise
+        if self._fsync:
+            self._ops.fsync(folder_fd)
+
+    def is_own(self, name: str, folder_fd: int) -> bool:
+        """Whether an entry's size and header are those of this namespace. Raises OSError,
+        BadPageFile.
+        """
+        fd = self._open(name, folder_fd)
+        try:
+            if not self.is_whole(os.fstat(fd)):
+                return False
+            return self._format.is_own(os.pread(fd, self._format.header_bytes, 0))
+        finally:
+            os.close(fd)
+
+    def _open(self, name: str, folder_fd: int) -> int:
+        try:
+            return self._ops.open_for_read(name, folder_fd)
+        except OSError as error:
+            if error.errno in _BAD_ENTRY:
+                raise BadPageFile(f"cannot be opened: {error.strerror}") from error
+            raise
+
+    def _read_open(self, fd: int, status: os.stat_result, key: PageKey) -> PageBytes:
+        if not self.is_whole(status):
+            raise StorageCorruptionError(
+                f"expected a regular file of {self.file_bytes} bytes,"
+                f" found mode {status.st_mode:#o} and {status.st_size} bytes"
+            )
+        header = bytearray(self._format.header_bytes)
+        page: PageBytes = np.empty(self.file_bytes - len(header), dtype=np.uint8)
+        try:
+            count = read_full(self._ops, fd, [memoryview(header), page.data])
+        except OSError as error:
+            if error.errno in _BAD_ENTRY:
+                raise StorageCorruptionError(f"cannot be read: {error.strerror}") from error
+            raise
+        if count != self.file_bytes:
+            raise StorageCorruptionError(f"expected {self.file_bytes} bytes, read {count}")
+        self._format.verify(key, bytes(header), page)
+        return page
