@@ -19,15 +19,16 @@ PACKAGE = "sgl_jax.srt.mem_cache"
 # Lowest first. A module may import from its own layer (see OWN_LAYER) and from every layer before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hicache.errors", "hicache.types"),
-    ("hicache.config", "hicache.contract", "hicache.token_key"),
-    ("hicache.memory_budget", "hicache.page_key", "hicache.tree_node"),
+    ("hicache.config", "hicache.contract", "hicache.token_key", "hicache.page_key"),
+    ("hicache.memory_budget", "hicache.tree_node"),
     ("hicache.tree_types", "hicache.radix_tree"),
     ("hicache.storage", "hicache.host_pool"),
-    ("hicache.transfer", "hicache.device_buffers"),
+    ("hicache.transfer", "hicache.chunks", "hicache.device_buffers", "hicache.host_memory"),
     ("hicache.async_impl",),
     ("hicache.controller",),
     ("hicache.components",),
     ("hicache.metrics",),
+    ("hicache.lower_tiers", "hicache.prefetch"),
     ("unified_radix_cache",),
     ("hicache.builder",),
 )

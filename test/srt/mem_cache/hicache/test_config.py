@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import enum
 import math
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -143,26 +142,6 @@ def test_help_says_that_none_is_not_off(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.split())
     assert "none = device and host memory only (L1 + L2)" in text
     assert "without this flag HiCache is off" in text
-
-
-def test_storage_path_is_created_private(tmp_path: Path) -> None:
-    root = tmp_path / "a" / "b"
-    HiCacheConfig(storage=StorageKind.FILE, storage_path=root).prepare_storage_path()
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    assert list(root.iterdir()) == []
-
-
-def test_storage_path_is_left_alone_without_files(tmp_path: Path) -> None:
-    HiCacheConfig(storage=StorageKind.NONE, storage_path=tmp_path / "x").prepare_storage_path()
-    assert not (tmp_path / "x").exists()
-
-
-def test_an_unusable_storage_path_is_refused(tmp_path: Path) -> None:
-    """A file in the way stands for every OSError; permissions do not stop root, who runs some CI machines."""
-    (tmp_path / "file").write_text("")
-    config = HiCacheConfig(storage=StorageKind.FILE, storage_path=tmp_path / "file" / "cache")
-    with pytest.raises(HiCacheConfigError, match=r"--hicache-storage-path .* cannot be written"):
-        config.prepare_storage_path()
 
 
 def test_an_unknown_home_is_refused() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sgl_jax.srt.mem_cache.hicache.metrics import HiCacheMetrics
+from sgl_jax.srt.mem_cache.hicache.storage.stats import StorageStats
 from sgl_jax.srt.mem_cache.hicache.types import (
     ComponentKind,
     Tier,
@@ -18,6 +20,18 @@ from sgl_jax.srt.mem_cache.hicache.types import (
 )
 
 FULL = ComponentKind.FULL
+READS = ("hit", "miss", "corrupt", "error")
+WRITES = ("written", "present", "error")
+STATS = StorageStats(
+    sets=1,
+    already_stored=2,
+    write_errors=3,
+    gets=22,
+    hits=4,
+    misses=5,
+    corrupt_gets=6,
+    read_errors=7,
+)
 
 
 @pytest.fixture
@@ -94,7 +108,8 @@ def test_no_call_adds_a_label_that_was_not_there(
     for tier in (Tier.DEVICE, Tier.HOST):
         metrics.evicted(tier, 1)
         metrics.dropped(tier, 1)
-    metrics.storage_pages(1, 1, 1)
+    for component in ComponentKind:
+        metrics.storage(component, STATS)
     metrics.prefetch_wait(0.1, timed_out=True)
     after = samples(registry)
     assert after.keys() == before.keys()
@@ -159,6 +174,22 @@ def test_gauges_follow_the_last_value(registry: CollectorRegistry, metrics: HiCa
     assert after['host_pages_used{component="full"}'] == 3
     assert after['host_pages_capacity{component="full"}'] == 10
     assert after['transfers_in_flight{kind="load"}'] == 2
+
+
+def test_storage_counters_follow_snapshots(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    """A snapshot holds running totals: the same one twice counts once, a later one its growth."""
+    metrics.storage(FULL, STATS)
+    metrics.storage(FULL, STATS)
+    metrics.storage(FULL, replace(STATS, hits=10, available=False))
+    after = samples(registry)
+    reads = {o: after[f'storage_reads_total{{component="full",outcome="{o}"}}'] for o in READS}
+    writes = {o: after[f'storage_writes_total{{component="full",outcome="{o}"}}'] for o in WRITES}
+    assert reads == {"hit": 10, "miss": 5, "corrupt": 6, "error": 7}
+    assert writes == {"written": 1, "present": 2, "error": 3}
+    assert after['storage_available{component="full"}'] == 0
+    assert after['storage_reads_total{component="swa",outcome="hit"}'] == 0
 
 
 def test_a_prefetch_wait_and_its_deadline(

@@ -11,7 +11,6 @@ import argparse
 import enum
 import math
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +59,7 @@ class HiCacheConfig:
     storage: StorageKind | None = None
     # Host pool size as a multiple of the device pool, in pages; > 0. Below 1 the host holds less than the device.
     ratio: float = 2.0
-    # Root folder of L3; `~` is expanded. Several servers may share it.
+    # Root folder of L3, made absolute; `~` is expanded. Several servers may share it. `storage.root` checks it.
     storage_path: Path = DEFAULT_STORAGE_PATH
     # When pages go to L3.
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
@@ -124,24 +123,6 @@ class HiCacheConfig:
                 f"add --hicache-storage {_allowed(StorageKind)}, or remove {first}"
             )
         return cls(**given)
-
-    def prepare_storage_path(self) -> None:
-        """Create the L3 root (mode 0700) if it is missing and prove that files can be written there.
-
-        Does nothing without a storage tier. Raises HiCacheConfigError with the reason the system gave.
-        """
-        if not self.has_storage:
-            return
-        try:
-            self.storage_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.storage_path, prefix=".probe-") as probe:
-                probe.write(b"\0" * 4096)
-                probe.flush()
-        except OSError as error:
-            raise HiCacheConfigError(
-                f"--hicache-storage-path {self.storage_path} cannot be written ({error.strerror or error}); "
-                "it must be a folder this user may write to, on a disk with room: name another one"
-            ) from error
 
 
 @dataclass(frozen=True)

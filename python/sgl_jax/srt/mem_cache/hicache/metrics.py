@@ -4,7 +4,7 @@ Every label combination is exported at 0 from the start, so that "never happened
 carry the engine's prefix `sglang:`. An observation never raises into the scheduler: a figure that cannot be counted
 (negative or not a number) is left out and counted in `sglang:hicache_metric_faults_total`.
 
-Every method may be called from any thread.
+Every method may be called from any thread, except where it says otherwise.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from .storage.stats import StorageStats
 from .types import ComponentKind, Tier, TierTokens, TransferKind, TransferResult
 
 PREFIX = "sglang:hicache_"
 
 _EVICTING_TIERS = (Tier.DEVICE, Tier.HOST)
 _PAGE_OUTCOMES = ("ok", "missing", "failed")
-_STORAGE_OUTCOMES = ("hit", "miss", "corrupt")
+_READ_OUTCOMES = ("hit", "miss", "corrupt", "error")
+_WRITE_OUTCOMES = ("written", "present", "error")
 _SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -37,6 +39,7 @@ class HiCacheMetrics:
         self._define_tokens(registry)
         self._define_transfers(registry)
         self._define_pages(registry)
+        self._define_storage(registry)
         self._define_prefetch(registry)
         self._faults = Counter(
             PREFIX + "metric_faults",
@@ -100,12 +103,28 @@ class HiCacheMetrics:
         self._host_pages_capacity = Gauge(
             PREFIX + "host_pages_capacity", "Host pages in all", ["component"], registry=registry
         )
-        self._storage_pages = Counter(
-            PREFIX + "storage_pages",
-            "Pages asked of storage: found, not found, or found damaged and moved out of the way",
-            ["outcome"],
+
+    def _define_storage(self, registry: CollectorRegistry) -> None:
+        labels = ["component", "outcome"]
+        self._storage_reads = Counter(
+            PREFIX + "storage_reads",
+            "Pages asked of storage: found, not found, damaged (moved out of the way), or not readable now",
+            labels,
             registry=registry,
         )
+        self._storage_writes = Counter(
+            PREFIX + "storage_writes",
+            "Pages given to storage: written, there already, or not writable now",
+            labels,
+            registry=registry,
+        )
+        self._storage_available = Gauge(
+            PREFIX + "storage_available",
+            "1 if the last write to storage worked, 0 if it failed or there is no storage",
+            ["component"],
+            registry=registry,
+        )
+        self._storage_seen: dict[ComponentKind, StorageStats] = {}
 
     def _define_prefetch(self, registry: CollectorRegistry) -> None:
         self._prefetch_wait = Histogram(
@@ -124,9 +143,12 @@ class HiCacheMetrics:
         for tier in _EVICTING_TIERS:
             self._evicted_pages.labels(tier.value)
             self._dropped_pages.labels(tier.value)
-        for outcome in _STORAGE_OUTCOMES:
-            self._storage_pages.labels(outcome)
         for component in components:
+            self._storage_available.labels(component.value)
+            for outcome in _READ_OUTCOMES:
+                self._storage_reads.labels(component.value, outcome)
+            for outcome in _WRITE_OUTCOMES:
+                self._storage_writes.labels(component.value, outcome)
             self._host_pages_used.labels(component.value)
             self._host_pages_capacity.labels(component.value)
         for kind in TransferKind:
@@ -179,11 +201,26 @@ class HiCacheMetrics:
         self._host_pages_used.labels(component.value).set(used)
         self._host_pages_capacity.labels(component.value).set(capacity)
 
-    def storage_pages(self, hits: int = 0, misses: int = 0, corrupt: int = 0) -> None:
-        """Count pages that storage was asked for; a damaged page is `corrupt` only, not a miss too."""
-        self._add(self._storage_pages.labels("hit"), hits)
-        self._add(self._storage_pages.labels("miss"), misses)
-        self._add(self._storage_pages.labels("corrupt"), corrupt)
+    def storage(self, component: ComponentKind, stats: StorageStats) -> None:
+        """Bring the storage counters of a component up to a snapshot of its storage. Scheduler thread only."""
+        seen = self._storage_seen.get(component, StorageStats())
+        self._storage_seen[component] = stats
+        reads = {
+            "hit": stats.hits - seen.hits,
+            "miss": stats.misses - seen.misses,
+            "corrupt": stats.corrupt_gets - seen.corrupt_gets,
+            "error": stats.read_errors - seen.read_errors,
+        }
+        writes = {
+            "written": stats.sets - seen.sets,
+            "present": stats.already_stored - seen.already_stored,
+            "error": stats.write_errors - seen.write_errors,
+        }
+        for outcome, num_pages in reads.items():
+            self._add(self._storage_reads.labels(component.value, outcome), num_pages)
+        for outcome, num_pages in writes.items():
+            self._add(self._storage_writes.labels(component.value, outcome), num_pages)
+        self._storage_available.labels(component.value).set(stats.available)
 
     def prefetch_wait(self, seconds: float, timed_out: bool) -> None:
         """Count how long a request was held for storage, and whether its deadline cut that off."""
