@@ -1,0 +1,117 @@
+"""Attention over a paged KV buffer, and the write of new rows into it.
+
+Keys are visited in blocks of about 256 tokens, taken through the page table, with a running softmax. A token at position
+p always sees the blocks 0 .. p // block in the same order and with the same sums, and a block that lies wholly in its
+future changes nothing bit for bit; so the result does not depend on the chunk, the batch or the padding that the token
+was computed with, nor on whether its prefix was computed or loaded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+BLOCK_TOKENS = 256
+_MASKED = -1e30  # finite: -inf minus -inf would be NaN before the first visible key
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class TileMeta(NamedTuple):
+    """One tile: `seqs` sequences of `rows` new tokens each (a prefill tile is 1 x n, a decode step n x 1).
+
+    positions, out_slots: int32[seqs, rows]; page_table: int32[seqs, pages]; num_blocks: int32[], key blocks to visit;
+    cos, sin: float32[seqs * rows, rope_dim // 2].
+    """
+
+    positions: jax.Array
+    out_slots: jax.Array
+    page_table: jax.Array
+    num_blocks: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+class KVRows(Protocol):
+    """How a pool's pages turn into keys and values."""
+
+    def __call__(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """pages [seqs, n, *row] -> keys [seqs, tokens, heads, k_dim], values [seqs, tokens, heads, v_dim]."""
+
+
+def block_pages(page_size: int) -> int:
+    """Pages that one block of keys takes."""
+    return max(1, BLOCK_TOKENS // page_size)
+
+
+def page_table_width(max_context_len: int, page_size: int) -> int:
+    """Columns of a page table that holds `max_context_len` tokens in whole blocks."""
+    per_block = block_pages(page_size)
+    num_blocks = -(-max_context_len // (per_block * page_size))
+    return num_blocks * per_block
+
+
+def write_rows(kv: jax.Array, rows: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    """Puts rows[i] at kv[index[0][i], index[1][i], ...], in place when kv is donated.
+
+    A 16-bit scatter would convert the whole buffer on CPU, so narrow rows go in one at a time.
+    """
+    if kv.dtype == jnp.float32:
+        return kv.at[index].set(rows)
+    lead = (1,) * len(index)
+    tail = (0,) * (kv.ndim - len(index))
+
+    def write_one(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        start = (*(axis[i] for axis in index), *tail)
+        return jax.lax.dynamic_update_slice(buffer, rows[i].reshape(*lead, *rows.shape[1:]), start)
+
+    return jax.lax.fori_loop(0, rows.shape[0], write_one, kv)
+
+
+def attend(
+    q: jax.Array,
+    kv: jax.Array,
+    read_pages: KVRows,
+    meta: TileMeta,
+    *,
+    page_size: int,
+    v_dim: int,
+    scale: float,
+) -> jax.Array:
+    """Causal attention of q [seqs, rows, kv_heads, group, k_dim] over the pages of `meta`.
+
+    Returns float32 [seqs, rows, kv_heads, group, v_dim].
+    """
+    seqs, rows, heads, group, _ = q.shape
+    # One query row per head would take another product kernel, which sums in another order.
+    pad = 1 if rows * group == 1 else 0
+    flat = q.transpose(0, 2, 1, 3, 4).reshape(seqs, heads, rows * group, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, pad), (0, 0)))
+    query_pos = jnp.pad(jnp.repeat(meta.positions, group, axis=1), ((0, 0), (0, pad)))
+    pages_per_block = block_pages(page_size)
+    block = pages_per_block * page_size
+
+    def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = carry
+        ids = jax.lax.dynamic_slice_in_dim(meta.page_table, i * pages_per_block, pages_per_block, 1)
+        keys, values = read_pages(kv[ids])
+        key_pos = i * block + jnp.arange(block, dtype=jnp.int32)
+        seen = key_pos[None, None, :] <= query_pos[:, :, None]
+        # A slot that nobody wrote may hold anything, NaN included, and 0 * NaN is NaN.
+        written = key_pos[None, :] <= jnp.max(meta.positions, axis=1)[:, None]
+        values = jnp.where(written[:, :, None, None], values, 0.0)
+        scores = jnp.einsum("shqd,sthd->shqt", flat, keys, precision=_HIGHEST) * scale
+        scores = jnp.where(seen[:, None], scores, _MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights = jnp.where(seen[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        decay = jnp.exp(top - new_top)
+        total = total * decay + jnp.sum(weights, axis=-1)
+        mixed = jnp.einsum("shqt,shdt->shqd", weights, values.transpose(0, 2, 3, 1), precision=_HIGHEST)
+        return new_top, total, out * decay[..., None] + mixed
+
+    shape = flat.shape[:3]
+    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, v_dim)))
+    _, total, out = jax.lax.fori_loop(0, meta.num_blocks, visit, start)
+    out = (out / total[..., None])[:, :, : rows * group]
+    return out.reshape(seqs, heads, rows, group, v_dim).transpose(0, 2, 1, 3, 4)

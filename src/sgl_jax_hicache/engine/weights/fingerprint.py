@@ -1,0 +1,54 @@
+"""The model version: which weights these are, whatever name they are served under.
+
+KV written by one fine-tune must never be read by another, so the version digests every tensor's name, shape, dtype and
+bytes. Tensors over 16 MiB are sampled in windows spread over their whole length: two trainings differ everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_WHOLE_BYTES = 16 << 20
+_WINDOW_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """One tensor as its file holds it; `data` is uint8[num_bytes]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    data: npt.NDArray[np.uint8]
+
+
+def model_version(tensors: Iterable[TensorBytes]) -> str:
+    """A hex digest of all tensors; does not depend on their order."""
+    digests = sorted(_tensor_digest(tensor) for tensor in tensors)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _tensor_digest(tensor: TensorBytes) -> bytes:
+    digest = hashlib.sha256()
+    shape = ",".join(map(str, tensor.shape))
+    for part in (tensor.name, shape, tensor.dtype, str(tensor.data.size)):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    for window in _windows(tensor.data):
+        digest.update(window)
+    return digest.digest()
+
+
+def _windows(data: npt.NDArray[np.uint8]) -> list[memoryview[Any]]:
+    """The bytes to digest: all of them, or equally spaced windows that include both ends."""
+    if data.size <= _WHOLE_BYTES:
+        return [memoryview(np.ascontiguousarray(data))]
+    count = _WHOLE_BYTES // _WINDOW_BYTES
+    starts = np.linspace(0, data.size - _WINDOW_BYTES, count).astype(np.int64)
+    return [memoryview(np.ascontiguousarray(data[s : s + _WINDOW_BYTES])) for s in starts]
