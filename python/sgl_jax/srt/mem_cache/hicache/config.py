@@ -154,7 +154,7 @@ class _Flag:
 
 def _expand(path: Path) -> Path:
     try:
-        return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 - resolve() would follow links
+        return Path(os.path.abspath(path.expanduser()))  # resolve() would follow links
     except RuntimeError as error:
         raise _wrong("--hicache-storage-path", path, "a path whose ~ names a known user") from error
 
