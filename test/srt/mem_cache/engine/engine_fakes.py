@@ -1,0 +1,102 @@
+"""Doubles for the engine's tests: a runner whose tokens depend on every token it finds through the page table.
+
+A wrong page, a wrong order, a page overwritten too early: each changes the hash, and so the next token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
+
+VOCAB_SIZE = 251
+_EMPTY = -1
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model: a token that depends on all the tokens before it and on their order."""
+    value = 17
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % ((1 << 61) - 1)
+    return value % VOCAB_SIZE
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a run without any cache generates."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class GatedArray:
+    """A result that is not there before its gate opens, as a future on a device."""
+
+    def __init__(self, values: np.ndarray, gate: threading.Event | None) -> None:
+        self._values = values
+        self._gate = gate
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self._gate is not None and not self._gate.wait(20):
+            raise TimeoutError("the gate of a step was never opened")
+        return np.array(self._values, dtype=dtype)
+
+
+@dataclass
+class FakeRunner:
+    """Keeps (token, position) per slot in numpy; computes at dispatch, delivers through `gate_of(step)`."""
+
+    num_slots: int
+    page_size: int
+    gate_of: Callable[[int], threading.Event | None] = lambda step: None
+    on_dispatch: Callable[[ForwardBatch], None] = lambda batch: None
+    batches: list[ForwardBatch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv = np.full((self.num_slots, 2), _EMPTY, dtype=np.int64)
+        self.last_token: dict[int, int] = {}
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def dispatch(self, batch: ForwardBatch) -> StepOutput:
+        """One step; tokens are a function of what lies in the pages."""
+        self.on_dispatch(batch)
+        step = len(self.batches)
+        self.batches.append(batch)
+        tokens = [self._run(batch.mode, item) for item in batch.items]
+        top_k = max(item.top_logprobs_num for item in batch.items)
+        gate = self.gate_of(step)
+        top = None
+        if top_k:
+            ids = np.array([[(t + i) % VOCAB_SIZE for i in range(top_k)] for t in tokens])
+            top = (GatedArray(ids, gate), GatedArray(-ids.astype(np.float32) / 100, gate))
+        return StepOutput(
+            batch,
+            GatedArray(np.array(tokens, dtype=np.int32), gate),
+            GatedArray(-np.array(tokens, dtype=np.float32) / 100, gate),
+            top,
+        )
+
+    def _run(self, mode: ForwardMode, item: ForwardItem) -> int:
+        inputs = item.token_ids
+        if mode is ForwardMode.DECODE:
+            assert inputs is None
+            inputs = [self.last_token[item.req_pool_idx]]
+        assert len(inputs) == item.num_tokens
+        assert int(item.out_slots.min()) >= self.page_size, "the sentinel page was handed out"
+        seq_len = item.prefix_len + item.num_tokens
+        self.kv[item.out_slots, 0] = inputs
+        self.kv[item.out_slots, 1] = np.arange(item.prefix_len, seq_len)
+        slots = item.page_table[:, None] * self.page_size + np.arange(self.page_size)
+        found = self.kv[slots.reshape(-1)[:seq_len]]
+        assert np.array_equal(found[:, 1], np.arange(seq_len)), f"{item.rid}: pages out of order"
+        token = next_token(found[:, 0].tolist())
+        if item.wants_token:
+            self.last_token[item.req_pool_idx] = token
+        return token

@@ -1,0 +1,101 @@
+"""A scheduler over the fake runner, driven step by step, with every invariant checked after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_fakes import FakeRunner
+
+from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
+from sgl_jax_hicache.engine.chunk_cache import ChunkCache
+from sgl_jax_hicache.engine.engine_metrics import EngineMetrics
+from sgl_jax_hicache.engine.forward_batch import SamplingParams
+from sgl_jax_hicache.engine.outputs import OutputChunk
+from sgl_jax_hicache.engine.req import GenerateRequest
+from sgl_jax_hicache.engine.req_to_token_pool import ReqToTokenPool
+from sgl_jax_hicache.engine.scheduler import Scheduler, SchedulerConfig
+
+TreeFactory = Callable[..., Any]
+MAX_CONTEXT_LEN = 512
+
+
+@dataclass
+class Client:
+    """Collects what one request yields."""
+
+    chunks: list[OutputChunk] = field(default_factory=list)
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        self.chunks.append(chunk)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def last(self) -> OutputChunk:
+        """The final chunk."""
+        assert self.chunks[-1].finish is not None
+        return self.chunks[-1]
+
+
+class SchedulerWorld:
+    """All the parts of a scheduler around one pool of `num_pages` pages."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 32,
+        page_size: int = 4,
+        rows: int = 4,
+        chunk: int = 16,
+        overlap: bool = True,
+        reserve: float = 0.5,
+        tree: TreeFactory = ChunkCache,
+        **runner: Any,
+    ) -> None:
+        size = num_pages * page_size
+        self.runner = FakeRunner(size + page_size, page_size, **runner)
+        self.allocator = PagedTokenToKVPoolAllocator(size, page_size, kvcache=None)
+        self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
+        self.tree = tree(self.rows, self.allocator, page_size)
+        self.metrics = EngineMetrics()
+        config = SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True)
+        self.scheduler = Scheduler(
+            config, self.runner, self.tree, self.rows, self.allocator, self.metrics
+        )
+        self.clients: dict[str, Client] = {}
+
+    def submit(
+        self, rid: str, prompt: Sequence[int], max_new_tokens: int = 8, **fields: Any
+    ) -> Client:
+        """Queue a greedy request."""
+        sampling = fields.pop("sampling", SamplingParams(max_new_tokens=max_new_tokens))
+        client = self.clients[rid] = Client()
+        self.scheduler.submit(
+            GenerateRequest(rid, tuple(prompt), sampling, client, arrival_s=0.0, **fields)
+        )
+        return client
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until everything has ended, then check that nothing is held."""
+        for _ in range(max_steps):
+            self.scheduler.step()
+            self.allocator.check_invariants()
+            if not self.scheduler.busy():
+                self.scheduler.check_idle()
+                return
+        raise AssertionError(f"{self.scheduler.num_requests} requests never ended")
+
+    def step(self, times: int = 1) -> None:
+        """Some iterations."""
+        for _ in range(times):
+            self.scheduler.step()
+
+    def held_tokens(self) -> int:
+        """Slots that are neither free nor the cache's."""
+        cached = self.tree.evictable_size() + self.tree.protected_size()
+        return self.allocator.size - self.allocator.available_size() - cached
