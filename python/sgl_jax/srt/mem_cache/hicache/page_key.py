@@ -10,8 +10,8 @@ and for looking up.
 
 Every field is preceded by its length (64 bits, little-endian), so that no byte can move from one
 field to its neighbour. `layout_id` enters as its sha256: it grows with the number of layers and
-would otherwise dominate the cost of a page. `token_bytes` is the width of one position. The chain is a file format: changing a byte of it
-orphans every page in every storage.
+would otherwise dominate the cost of a page. `token_bytes` is the width of one position. The chain
+is a file format: changing a byte of it orphans every page in every storage.
 
 Thread rule: everything here is stateless between calls and may be used from any thread.
 """
@@ -28,9 +28,7 @@ KEY_BYTES = 32
 """Length of a `PageKey`."""
 
 CHAIN_START = hashlib.sha256(b"hicache page key chain, version 1").digest()
-"""What stands for the parent of the first page; the same in every process and release of this
-format.
-"""
+"""What stands for the parent of the first page; the same in every process and release."""
 
 _LENGTH = struct.Struct("<Q")
 

@@ -8,11 +8,16 @@ it carries, so either kind is readable wherever the package is present.
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+
+try:
+    import xxhash
+except ImportError:
+    HAS_XXHASH = False
+else:
+    HAS_XXHASH = True
 
 Buffer = memoryview | bytes
 Checksum = Callable[[Iterable[Buffer]], int]
@@ -27,27 +32,19 @@ def crc32(buffers: Iterable[Buffer]) -> int:
     return value
 
 
-def _load_xxh3() -> Checksum | None:
-    try:
-        new_state: Callable[[], Any] = importlib.import_module("xxhash").xxh3_64
-    except (ImportError, AttributeError):
-        return None
-
-    def xxh3_64(buffers: Iterable[Buffer]) -> int:
-        state = new_state()
-        for buffer in buffers:
-            state.update(buffer)
-        return int(state.intdigest())
-
-    return xxh3_64
+def xxh3_64(buffers: Iterable[Buffer]) -> int:
+    """The 64-bit xxh3 over all buffers. Only where `xxhash` is installed."""
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.intdigest()
 
 
-def _available() -> Mapping[str, Checksum]:
-    """By the name that files carry, the preferred one first."""
-    xxh3 = _load_xxh3()
-    preferred = {} if xxh3 is None else {"xxh3_64": xxh3}
-    return MappingProxyType({**preferred, "crc32": crc32})
+_KINDS: dict[str, Checksum] = {"crc32": crc32}
+if HAS_XXHASH:
+    _KINDS["xxh3_64"] = xxh3_64
 
+CHECKSUMS: Mapping[str, Checksum] = MappingProxyType(_KINDS)
+"""What this process can compute, by the name that files carry."""
 
-CHECKSUMS = _available()
-DEFAULT_CHECKSUM = next(iter(CHECKSUMS))
+DEFAULT_CHECKSUM = "xxh3_64" if HAS_XXHASH else "crc32"

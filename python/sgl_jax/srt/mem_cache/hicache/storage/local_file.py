@@ -63,8 +63,11 @@ class LocalFileStorage(HiCacheStorage):
         """Opens the storage and removes what dead writers left in its folder.
 
         `fsync` forces file and folder to the disk before a page counts as stored. Raises
-        ValueError for a namespace whose pages no file can hold, never OSError.
+        ValueError for a namespace whose pages no file can hold, or a `page_format` of another
+        namespace; never OSError.
         """
+        if page_format is not None and page_format.namespace != namespace:
+            raise ValueError(f"the page format is that of {page_format.namespace}, not {namespace}")
         self.namespace = namespace
         self.root = root.absolute()
         self._names = (safe_name(namespace.model_id), str(namespace.page_size))

@@ -47,6 +47,9 @@ they are for people, the namespace digest is what counts. `header_crc32` covers 
 file before it."""
 
 _RECORD = struct.Struct("<8sI12sQ32s32s32sQQ20s88sI")
+RECORD_BYTES = _RECORD.size
+"""Length of `FIELDS`."""
+
 _KIND = slice(12, 24)
 _NAMESPACE = slice(64, 96)
 
@@ -92,7 +95,7 @@ class PageFileFormat:
         self._npy_header = npy_header(namespace.page_bytes)
         self._owner = namespace_digest(namespace)
         self._layout = layout_digest(namespace.layout_id)
-        self.header_bytes = len(self._npy_header) + _RECORD.size
+        self.header_bytes = len(self._npy_header) + RECORD_BYTES
         self.file_bytes = self.header_bytes + namespace.page_bytes
 
     def encode(self, key: PageKey, payload: Sequence[memoryview]) -> list[memoryview]:
@@ -126,7 +129,7 @@ class PageFileFormat:
         return self._record(header)[_NAMESPACE] == self._owner
 
     def _record(self, header: bytes) -> bytes:
-        return header[-_RECORD.size :]
+        return header[-RECORD_BYTES:]
 
     def _header(self, key: PageKey, kind: str, checksum: int) -> bytes:
         space = self.namespace

@@ -60,10 +60,10 @@ def _make_folders(path: Path) -> None:
     if not os.path.lexists(path):
         _make_folders(path.parent)
         try:
-            os.mkdir(path, FOLDER_MODE)
+            path.mkdir(FOLDER_MODE)
         except FileExistsError:
             return  # another process starts at the same time
-        os.chmod(path, FOLDER_MODE)
+        path.chmod(FOLDER_MODE)
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
@@ -92,7 +92,7 @@ def _probe(path: Path) -> None:
         found = os.pread(fd, len(_PROBE), 0)
     finally:
         os.close(fd)
-        os.unlink(probe)
+        probe.unlink()
     if written != len(_PROBE) or found != _PROBE:
         raise OSError(f"wrote {len(_PROBE)} bytes and read back other ones")
 

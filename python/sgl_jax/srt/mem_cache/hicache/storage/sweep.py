@@ -35,18 +35,22 @@ def shard_name(key: PageKey) -> str:
     return f"{key[0]:02x}"
 
 
+def _names(folder_fd: int) -> list[str]:
+    return sorted(os.listdir(folder_fd))
+
+
 def iter_entries(folder_fd: int) -> Generator[tuple[int, str], None, None]:
     """(descriptor of the shard folder, entry name) for every entry of every shard, in order; the
     descriptor is valid until the next step. Folders that vanish or are not ours are passed
     over."""
-    for shard in sorted(filter(_SHARD.fullmatch, os.listdir(folder_fd))):
+    for shard in filter(_SHARD.fullmatch, _names(folder_fd)):
         try:
             shard_fd = os.open(shard, _SHARD_FLAGS, dir_fd=folder_fd)
         except OSError as error:
             logger.debug("shard %s is passed over: %s", shard, error)
             continue
         try:
-            for name in sorted(os.listdir(shard_fd)):
+            for name in _names(shard_fd):
                 yield shard_fd, name
         finally:
             os.close(shard_fd)

@@ -113,7 +113,7 @@ def _host_id() -> str:
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="latin1"))
-        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     except OSError:
         parts.append("no /proc")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
