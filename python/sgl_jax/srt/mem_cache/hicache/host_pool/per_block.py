@@ -1,0 +1,55 @@
+"""Scheme A: one reference per page. Freeing drops the reference and the runtime takes the memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import InvariantError
+from ..types import PageLayout
+from .base import HostArrays, HostKVPool, HostPage
+from .page_table import HostPages
+
+
+class PerBlockHostPool(HostKVPool):
+    """Keeps the arrays that a transfer produced, as they are: no copy on put, get or read.
+
+    Host memory grows with use, up to `capacity_bytes`. A page handed out stays alive for as long as anybody refers to
+    it, whatever happens to its slot.
+    """
+
+    def __init__(self, num_pages: int, layout: PageLayout, arrays: HostArrays) -> None:
+        super().__init__(num_pages, layout, arrays)
+        self._slots: list[HostPage | None] = [None] * num_pages
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the pages referred to now; O(num_pages)."""
+        return int(np.count_nonzero(self._filled)) * self._layout.page_bytes
+
+    def check_invariants(self) -> None:
+        """As in the base; a slot refers to a page exactly if the page has bytes."""
+        super().check_invariants()
+        held = np.array([slot is not None for slot in self._slots], bool)
+        if not np.array_equal(held, self._filled):
+            raise InvariantError(
+                f"P4: {int(held.sum())} slots refer to a page, {int(self._filled.sum())} have bytes"
+            )
+
+    def _store(self, ids: HostPages, pages: Sequence[HostPage]) -> None:
+        for slot, page in zip(ids.tolist(), pages, strict=True):
+            self._slots[slot] = page
+
+    def _fetch(self, ids: HostPages) -> list[HostPage]:
+        pages = []
+        for slot in ids.tolist():
+            page = self._slots[slot]
+            if page is None:
+                raise InvariantError(f"P4: host page {slot} is READY but has no bytes")
+            pages.append(page)
+        return pages
+
+    def _drop(self, ids: HostPages) -> None:
+        for slot in ids.tolist():
+            self._slots[slot] = None
