@@ -14,6 +14,7 @@ can not be taken for another attempt's.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from .async_impl import Completion, DeviceJob, IoJob, IoLane, TransferExecutor
 from .errors import InvariantError
 from .host_pool.base import HostKVPool
+from .metrics import HiCacheMetrics
 from .page_key import PageHasher
 from .storage.base import HiCacheStorage
 from .transfer import PageTransfer, StagedPages
@@ -153,9 +155,30 @@ class HiCacheController:
         """Transfers and look-ups submitted and not yet handed out by `poll`."""
         return len(self._pending) + len(self._lookups) + len(self._settled)
 
+    def now_s(self) -> float:
+        """Seconds of the controller's monotonic clock."""
+        return self._clock()
+
     def backup_fits(self, kind: ComponentKind, num_pages: int) -> bool:
-        """True if the gathered copy of that many pages stays within the bound on waiting backups."""
-        return self._backup_bytes + self._num_bytes(kind, num_pages) <= self._max_backup_bytes
+        """True if the gathered copy of that many pages stays within the bound on waiting backups, or nothing waits."""
+        waiting = self._backup_bytes
+        return not waiting or waiting + self._num_bytes(kind, num_pages) <= self._max_backup_bytes
+
+    def precompile(self) -> None:
+        """Compile every gather and scatter size. At start only; writes nothing but each rank's sentinel page."""
+        for io in self._io.values():
+            io.transfer.precompile(io.transfer.chunk_pages)
+
+    def report(self, metrics: HiCacheMetrics) -> None:
+        """Bring gauges and storage counters up to date."""
+        in_flight = Counter(pending.kind for pending in self._pending.values())
+        for transfer_kind in TransferKind:
+            metrics.in_flight(transfer_kind, in_flight[transfer_kind])
+        for kind, io in self._io.items():
+            pool = io.host_pool
+            metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
+            if io.storage is not None:
+                metrics.storage(kind, io.storage.stats())
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
@@ -203,9 +226,10 @@ class HiCacheController:
         io = self._io[kind]
         future = LoadFuture(self._new_id(), device_pages, dp_rank)
         self._register(TransferKind.LOAD, kind, host_pages, future)
+        pages = io.host_pool.get(host_pages)
 
         def start() -> list[Any]:
-            future.staged = io.transfer.to_device(io.host_pool.get(host_pages), dp_rank)
+            future.staged = io.transfer.to_device(pages, dp_rank)
             return list(future.staged.arrays)
 
         self._executor.submit_device(
@@ -331,15 +355,19 @@ class HiCacheController:
 
     def get_cpu_copy(
         self, kind: ComponentKind, device_pages: Int32Array, dp_rank: int = 0
-    ) -> list[Any]:
-        """Numpy copies of device pages, synchronously. For dumps and tests, not for serving."""
-        return self._io[kind].transfer.get_cpu_copy(device_pages, dp_rank)
+    ) -> npt.NDArray[np.uint8]:
+        """uint8[num_pages, page_bytes] copies of device pages, synchronously. For dumps and tests, not for serving."""
+        return self._io[kind].transfer.read_rows(device_pages, dp_rank)
 
     def load_cpu_copy(
-        self, kind: ComponentKind, copies: list[Any], device_pages: Int32Array, dp_rank: int = 0
+        self,
+        kind: ComponentKind,
+        copies: npt.NDArray[np.uint8],
+        device_pages: Int32Array,
+        dp_rank: int = 0,
     ) -> None:
         """Write what `get_cpu_copy` returned into device pages, synchronously. For dumps and tests."""
-        self._io[kind].transfer.load_cpu_copy(copies, device_pages, dp_rank)
+        self._io[kind].transfer.write_rows(device_pages, copies, dp_rank)
 
     def check_invariants(self) -> None:
         """Every page in flight is locked; nothing given up is left without a transfer that will free it."""

@@ -24,6 +24,9 @@ Int32Array = npt.NDArray[np.int32]
 LOAD_TIMEOUT_S = 30.0
 """A load that takes longer is given up and its request recomputes; far above any healthy transfer."""
 
+VICTIMS_LOOKED_AT = 64
+"""Nodes looked at beyond those that must suffice, so that a few that cannot go do not stop eviction."""
+
 CLEAN_RESERVE = 0.25
 """Share of the host pool that write-back keeps free or stored, so that eviction finds pages it may drop at once."""
 
@@ -42,25 +45,19 @@ class Settlement:
 
 
 @dataclass(frozen=True)
-class HostVictims:
-    """What host eviction found.
+class HostVictim:
+    """A node that may lose its host pages, all but the first `keep_pages` of them."""
 
-    dropped: nodes that lost their host pages (those without device slots must leave the tree); dirty: nodes that may be
-    dropped only after they were written to storage.
-    """
-
-    dropped: tuple[TreeNode, ...]
-    dirty: tuple[TreeNode, ...]
+    node: TreeNode
+    keep_pages: int
 
 
 @dataclass(frozen=True)
-class PendingLoad:
-    """Pages that are on the device but not yet in their buffers; `commit` puts them there before the next step."""
+class HostVictims:
+    """What host eviction found: `clean` may be dropped now, `dirty` only after they were written to storage."""
 
-    component: ComponentKind
-    future: LoadFuture
-    node: TreeNode
-    epoch: int
+    clean: tuple[HostVictim, ...]
+    dirty: tuple[TreeNode, ...]
 
 
 class LowerTiers:
@@ -75,7 +72,6 @@ class LowerTiers:
         self.controller = controller
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
-        self._host_chunk = 64
 
     # -- backup ------------------------------------------------------------------------------------------------------
 
@@ -104,32 +100,31 @@ class LowerTiers:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def find_victims(self, kind: ComponentKind, num_pages: int) -> HostVictims:
-        """Take host pages from the least recently used nodes until `num_pages` are free, as far as possible.
+        """Choose whose host pages go so that `num_pages` are free, as far as possible. Changes nothing.
 
-        First from nodes that are on the device too (nothing is lost), then from nodes whose pages storage has or, when
-        no storage can take them, that nothing can save. Nodes in transfer and nodes with children below are passed over.
+        First the least recently used nodes that are on the device too (nothing is lost), then nodes whose pages storage
+        has or, when no storage can take them, that nothing can save. Nodes in transfer and nodes with children below
+        are passed over. Of the last victim only as many pages go as are needed, from its end.
         """
         component, pool = self._components[kind], self.controller.host_pool(kind)
         short = num_pages - pool.num_free
-        dropped: list[TreeNode] = []
+        clean: list[HostVictim] = []
         dirty: list[TreeNode] = []
-        limit = max(short, 0) + self.controller.num_in_flight + self._host_chunk
+        limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
         writable = self.controller.storage_writable(kind)
-        for node in component.host.oldest_mirrors(limit):
-            if short <= 0:
-                break
-            short -= self._drop(component, node, dropped)
-        for node in component.host.oldest_sole(limit):
-            if short <= 0:
-                break
+        mirrors = component.host.oldest_mirrors(limit)
+        sole = [node for node in component.host.oldest_sole(limit) if not node.children]
+        for node in mirrors + sole:
             pages = node.data[component.index].host_pages
-            if node.children or pages is None:
-                continue
-            if writable and not component.host.stored[pages].all():
+            if short <= 0 or pages is None:
+                break
+            on_device = node.data[component.index].device_slots is not None
+            if writable and not on_device and not component.host.stored[pages].all():
                 dirty.append(node)
-                continue
-            short -= self._drop(component, node, dropped)
-        return HostVictims(tuple(dropped), tuple(dirty))
+            elif not pool.is_locked(pages).any():
+                clean.append(HostVictim(node, max(len(pages) - short, 0)))
+                short -= len(pages)
+        return HostVictims(tuple(clean), tuple(dirty))
 
     def oldest_unstored(self, kind: ComponentKind) -> list[TreeNode]:
         """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""
@@ -139,7 +134,7 @@ class LowerTiers:
         found: list[TreeNode] = []
         if want <= 0 or not self.controller.storage_writable(kind):
             return found
-        for node in component.host.oldest_sole(self._host_chunk):
+        for node in component.host.oldest_sole(VICTIMS_LOOKED_AT):
             pages = node.data[component.index].host_pages
             if want <= 0 or pages is None:
                 break
@@ -157,10 +152,6 @@ class LowerTiers:
     def give_up(self, component: TreeComponent, host_pages: Int32Array) -> None:
         """Give back host pages that no node owns."""
         self.controller.evict_callback(component.kind, host_pages)
-
-    def device_changed(self, component: TreeComponent, node: TreeNode) -> None:
-        """A node gained or lost its device slots."""
-        component.host.device_changed(node)
 
     # -- storage -----------------------------------------------------------------------------------------------------
 
@@ -196,6 +187,7 @@ class LowerTiers:
                 component.host.stored[pages[ok]] = True
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
+        self.controller.report(self._metrics)
         return settlement
 
     def _settle_backup(
@@ -211,16 +203,8 @@ class LowerTiers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _drop(self, component: TreeComponent, node: TreeNode, dropped: list[TreeNode]) -> int:
-        """Free the node's host pages if no transfer holds them; return how many that were."""
-        pages = node.data[component.index].host_pages
-        if pages is None or self.controller.host_pool(component.kind).is_locked(pages).any():
-            return 0
-        self.drop_host(component, node)
-        dropped.append(node)
-        return len(pages)
-
     def _count_dropped(self, component: TreeComponent, node: TreeNode, pages: Int32Array) -> None:
         self._metrics.evicted(Tier.HOST, len(pages))
         if node.data[component.index].device_slots is None:
-            self._metrics.dropped(int(len(pages) - component.host.stored[pages].sum()))
+            lost = int(len(pages) - component.host.stored[pages].sum())
+            self._metrics.dropped(Tier.HOST, lost)

@@ -1,4 +1,4 @@
-"""The bare prefix tree: nodes, walking, splitting, adding and removing. It knows nothing of tiers, slots or pages' bytes.
+"""The bare prefix tree: nodes, walking, splitting, adding and removing. It knows nothing of tiers or slots.
 
 Nodes hold whole pages; every border is a page border. A child is found by the bytes of its first page (below the root
 also by its namespace), so that a lookup costs one dictionary access and one comparison of bytes per node, independent
@@ -42,7 +42,8 @@ class RadixTree:
 
     def walk(self, namespace: KeyNamespace, key: bytes) -> Walk:
         """Follow `key` (whole pages) as far as it goes. Changes nothing."""
-        node, offset, path = self.root, 0, []
+        node, offset = self.root, 0
+        path: list[TreeNode] = []
         while offset < len(key):
             child = node.children.get(self._child_key(node, namespace, key, offset))
             if child is None:
@@ -104,7 +105,9 @@ class RadixTree:
                 raise InvariantError(f"{node!r} does not hold whole pages")
             for child_key, child in node.children.items():
                 if child.parent is not node:
-                    raise InvariantError(f"{child!r} hangs below {node!r} but names {child.parent!r}")
+                    raise InvariantError(
+                        f"{child!r} hangs below {node!r} but names {child.parent!r}"
+                    )
                 if child_key != self._child_key(node, child.namespace, child.key, 0):
                     raise InvariantError(f"{child!r} is filed under a key that is not its own")
                 if child.namespace != node.namespace:

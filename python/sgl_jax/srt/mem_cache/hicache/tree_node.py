@@ -59,7 +59,9 @@ class TreeNode:
         self.data = [ComponentData() for _ in range(num_components)]
 
     def __repr__(self) -> str:
-        return f"TreeNode(id={self.id}, num_tokens={self.num_tokens}, children={len(self.children)})"
+        return (
+            f"TreeNode(id={self.id}, num_tokens={self.num_tokens}, children={len(self.children)})"
+        )
 
     def ancestors(self) -> Iterator[TreeNode]:
         """This node and every node above it, without the root, deepest first."""

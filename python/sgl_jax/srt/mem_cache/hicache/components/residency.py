@@ -23,8 +23,8 @@ Int32Array = npt.NDArray[np.int32]
 class DeviceResidency:
     """The nodes that hold device slots of one component.
 
-    D1: a node is in its rank's order exactly if it has slots and no lock. D2: per rank, `evictable` is the tokens of the
-    nodes in the order and `protected` the tokens of the locked ones.
+    D1: a node is in its rank's order exactly if it has slots and no lock. D2: per rank, `evictable` is the tokens of
+    the nodes in the order and `protected` the tokens of the locked ones.
     """
 
     def __init__(self, index: int, num_ranks: int) -> None:
@@ -110,6 +110,10 @@ class DeviceResidency:
         """Tokens that are locked."""
         return self._protected[dp_rank]
 
+    def total(self) -> int:
+        """Tokens on the device, over all ranks."""
+        return sum(self._evictable) + sum(self._protected)
+
     def clear(self) -> None:
         """Forget every node."""
         for order in self._order:
@@ -162,8 +166,8 @@ class HostResidency:
     """The nodes that hold host pages of one component.
 
     H1: every page of a node names that node as its owner, and no other page names it. H2: a node with host pages is in
-    exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `stored` tells, per host page, that storage
-    has its content; `storing`, that it is on its way there.
+    exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `stored` tells, per host page, that
+    storage has its content; `storing`, that it is on its way there.
     """
 
     def __init__(self, index: int, num_host_pages: int) -> None:

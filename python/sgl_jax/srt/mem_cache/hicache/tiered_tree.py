@@ -1,0 +1,421 @@
+"""The prefix tree with its tiers: what happens to a node's pages when the tree changes.
+
+Here, and nowhere else, the components' hooks are called: write_through when nodes are on the device and may lack a
+host copy, write_back when pages must be safe in storage, prefetch when a prefix is about to be used. `LowerTiers`
+carries their plans out. `UnifiedRadixCache` puts the engine's contract on top. Scheduler thread only; nothing blocks
+but `load` and `flush`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .components.base import BackupPlan, PrefetchRequest, TreeComponent
+from .components.full import FullComponent, device_pages_of
+from .contract import DonationBarrier, TokenToKVPoolAllocator
+from .controller import LoadFuture
+from .lower_tiers import HostVictim, LowerTiers
+from .metrics import HiCacheMetrics
+from .radix_tree import RadixTree
+from .token_key import TokenCodec
+from .tree_node import KeyNamespace, TreeNode
+from .types import LookupResult, PageKey, Tier, TransferResult
+
+Int32Array = npt.NDArray[np.int32]
+
+NO_SLOTS: Int32Array = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class PendingLoad:
+    """A loaded prefix whose pages are on the device but not yet in its buffers. Its nodes are locked until they are."""
+
+    future: LoadFuture
+    node: TreeNode
+    epoch: int
+
+
+class TieredTree:
+    """Nodes, their components' pages on every tier, and the moves between tiers.
+
+    `tiers` is None without a host. `store_early`: storage gets a page as soon as the host copy is complete
+    (write_through), else when the page is to leave the host.
+    """
+
+    def __init__(
+        self,
+        *,
+        codec: TokenCodec,
+        full: FullComponent,
+        allocator: TokenToKVPoolAllocator,
+        metrics: HiCacheMetrics,
+        tiers: LowerTiers | None,
+        store_early: bool,
+    ) -> None:
+        self.full = full
+        self.components: tuple[TreeComponent, ...] = (full,)
+        self.tree = RadixTree(codec, len(self.components))
+        self.donation_barrier: DonationBarrier | None = None
+        self.epoch = 0
+        self._codec = codec
+        self._page_size = codec.page_size
+        self._allocator = allocator
+        self._metrics = metrics
+        self._tiers = tiers
+        self._store_early = store_early
+        self._lookups: list[LookupResult] = []
+        self._fetches: list[TransferResult] = []
+
+    @property
+    def tiers(self) -> LowerTiers:
+        """The lower tiers; only called where a page of theirs is at hand."""
+        if self._tiers is None:
+            raise LookupError("there are no lower tiers")
+        return self._tiers
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if there is a host tier."""
+        return self._tiers is not None
+
+    @property
+    def has_storage(self) -> bool:
+        """True if there is a storage tier."""
+        return self._tiers is not None and self._tiers.controller.has_storage(self.full.kind)
+
+    # -- structure ---------------------------------------------------------------------------------------------------
+
+    def path_of(self, namespace: KeyNamespace, key: bytes) -> list[TreeNode]:
+        """The nodes along `key`, as far as the tree goes; a node that matches in part is split."""
+        walk = self.tree.walk(namespace, key)
+        if walk.partial is not None:
+            walk.path.append(self.split(walk.partial, walk.partial_tokens))
+        return walk.path
+
+    def cut(self, path: list[TreeNode], num_tokens: int) -> list[TreeNode]:
+        """The part of `path` that holds its first `num_tokens` tokens; splits the node across the border, if any."""
+        end = 0
+        for index, node in enumerate(path):
+            if end == num_tokens:
+                return path[:index]
+            if end + node.num_tokens > num_tokens:
+                return [*path[:index], self.split(node, num_tokens - end)]
+            end += node.num_tokens
+        return path
+
+    def split(self, node: TreeNode, num_tokens: int) -> TreeNode:
+        """Cut `node`; the new upper part is returned, `node` stays the lower part."""
+        upper = self.tree.split(node, num_tokens)
+        for component in self.components:
+            component.split(upper, node)
+        return upper
+
+    def touch(self, path: Sequence[TreeNode]) -> None:
+        """The prefix along `path` was used."""
+        for component in self.components:
+            component.touch(path)
+
+    def device_slots(self, path: Sequence[TreeNode]) -> Int32Array:
+        """int32[tokens of path] device slots, a copy."""
+        slots = [s for n in path if (s := n.data[self.full.index].device_slots) is not None]
+        return np.concatenate(slots) if slots else NO_SLOTS
+
+    def on_device(self, node: TreeNode) -> bool:
+        """True if the node has device slots."""
+        return node.data[self.full.index].device_slots is not None
+
+    # -- device ------------------------------------------------------------------------------------------------------
+
+    def add_device_leaf(
+        self, parent: TreeNode, namespace: KeyNamespace, key: bytes, device_slots: Int32Array
+    ) -> TreeNode:
+        """A new leaf whose pages are on the device."""
+        node = self.tree.add_child(parent, namespace, key)
+        self.attach_device(node, device_slots)
+        return node
+
+    def attach_device(self, node: TreeNode, device_slots: Int32Array) -> None:
+        """`node` takes over these slots."""
+        self.full.device.attach(node, device_slots.astype(np.int32, copy=True))
+        self.full.host.device_changed(node)
+
+    def free_device(self, device_slots: Int32Array, dp_rank: int) -> None:
+        """Give slots back to the engine's allocator."""
+        if len(device_slots):
+            self._allocator.free(device_slots, dp_rank=dp_rank)
+
+    def evict_device(self, num_tokens: int, dp_rank: int) -> int:
+        """Free at least `num_tokens` if that many are evictable; return how many were freed."""
+        freed = 0
+        while freed < num_tokens:
+            node = self.full.device.oldest(dp_rank)
+            if node is None:
+                break
+            freed += self._evict_node(node, num_tokens - freed)
+        if freed:
+            self._metrics.evicted(Tier.DEVICE, freed // self._page_size)
+        return freed
+
+    def _evict_node(self, node: TreeNode, num_tokens: int) -> int:
+        """Take `node`, or as many of its last pages as hold `num_tokens`, off the device.
+
+        A node whose host copy is complete or on the way just loses its slots; one without is copied first, if there is
+        room. One that ends up on no tier leaves the tree, with what hangs below it.
+        """
+        keep = (node.num_tokens - num_tokens) // self._page_size * self._page_size
+        upper = self.split(node, keep) if keep > 0 else None
+        plan = self.full.write_through(node)
+        if plan is not None:
+            self._backup(plan)
+        slots = self.full.device.detach(node)
+        self.full.host.device_changed(node)
+        if upper is not None:
+            self.full.device.age(upper)
+        self.free_device(slots, node.namespace.dp_rank)
+        if node.data[self.full.index].host_pages is None:
+            self.remove_subtree(node)
+        return len(slots)
+
+    # -- device -> host ----------------------------------------------------------------------------------------------
+
+    def write_through(self, path: Sequence[TreeNode]) -> None:
+        """Start the backup of every node of the path that has none, from the top: a child is of use only with what lies
+        above it. Stops where there is no room; eviction or the next insert tries again."""
+        for node in path:
+            for component in self.components:
+                plan = component.write_through(node)
+                if plan is not None and not self._backup(plan):
+                    return
+
+    def _backup(self, plan: BackupPlan) -> bool:
+        component = next(c for c in self.components if c.kind is plan.component)
+        if not self._make_host_room(component, len(plan.device_pages)):
+            return False
+        if self.donation_barrier is not None:
+            self.donation_barrier()
+        return self.tiers.backup(plan)
+
+    def _make_host_room(self, component: TreeComponent, num_pages: int) -> bool:
+        """Evict host pages until `num_pages` are free, as far as that is possible without waiting."""
+        while not self.tiers.has_room(component.kind, num_pages):
+            victims = self.tiers.find_victims(component.kind, num_pages)
+            for node in victims.dirty:
+                self._write_back(component, node)
+            for victim in victims.clean:
+                self._drop_victim(component, victim)
+            if not victims.clean:
+                return False
+        return True
+
+    def _drop_victim(self, component: TreeComponent, victim: HostVictim) -> None:
+        node = victim.node
+        if victim.keep_pages:
+            self.split(node, victim.keep_pages * self._page_size)
+        self.tiers.drop_host(component, node)
+        if not self.on_device(node):
+            self.tree.remove(node)
+
+    def remove_subtree(self, top: TreeNode) -> None:
+        """Take a node and all below it, none of which is on the device, out of the tree."""
+        stack, order = [top], []
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(node.children.values())
+        for node in reversed(order):
+            for component in self.components:
+                if node.data[component.index].host_pages is not None:
+                    self.tiers.drop_host(component, node)
+            self.tree.remove(node)
+
+    # -- host -> storage ---------------------------------------------------------------------------------------------
+
+    def _write_back(self, component: TreeComponent, node: TreeNode) -> bool:
+        """Start writing to storage what it lacks of the path down to `node`; False if it lacks nothing."""
+        plan = component.write_back(node)
+        if plan is not None:
+            self.tiers.store(plan)
+        return plan is not None
+
+    def keep_reserve(self) -> None:
+        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait."""
+        if self._store_early or not self.has_storage:
+            return
+        for component in self.components:
+            for node in self.tiers.oldest_unstored(component.kind):
+                self._write_back(component, node)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Bring everything into storage, waiting for it; True if that was done in time.
+
+        Works in waves, parents first: what the host lacks is backed up as far as there is room, what storage lacks is
+        written, and what was written makes room for the next wave.
+        """
+        if not self.has_storage:
+            return True
+        deadline = self.tiers.controller.now_s() + deadline_s
+        while True:
+            missing = [node for node in self.tree.nodes() if not self._is_stored(node)]
+            if not missing and not self.tiers.controller.num_in_flight:
+                return True
+            started = sum(self._push_down(node) for node in missing)
+            remaining_s = deadline - self.tiers.controller.now_s()
+            if not started and not self.tiers.controller.num_in_flight:
+                return False
+            if remaining_s <= 0 or not self.tiers.controller.drain(remaining_s):
+                return False
+            self.settle()
+
+    def _is_stored(self, node: TreeNode) -> bool:
+        pages = node.data[self.full.index].host_pages
+        return pages is not None and bool(self.full.host.stored[pages].all())
+
+    def _push_down(self, node: TreeNode) -> bool:
+        """Start the next step of a node on its way to storage; False if it cannot go on now."""
+        plan = self.full.write_through(node)
+        if plan is not None:
+            return self._backup(plan)
+        return self.tiers.controller.storage_writable(self.full.kind) and self._write_back(
+            self.full, node
+        )
+
+    # -- storage -> host ---------------------------------------------------------------------------------------------
+
+    def attach_host(
+        self,
+        namespace: KeyNamespace,
+        key: bytes,
+        host_pages: Int32Array,
+        page_keys: Sequence[PageKey],
+    ) -> bool:
+        """Put fetched pages, the last ones of `key`, into the tree. False if what lies above them is gone; pages the
+        tree does not take are given back."""
+        page_bytes = self._codec.page_bytes
+        first = len(key) // page_bytes - len(host_pages)
+        path = self.path_of(namespace, key)
+        have = sum(node.num_tokens for node in path) // self._page_size
+        if have < first:
+            self.tiers.give_up(self.full, host_pages)
+            return False
+        known = have - first
+        self.tiers.give_up(self.full, host_pages[:known])
+        if known < len(host_pages):
+            parent = path[-1] if path else self.tree.root
+            node = self.tree.add_child(parent, namespace, key[have * page_bytes :])
+            node.data[self.full.index].page_keys = list(page_keys[known:])
+            self.tiers.adopt(self.full, node, host_pages[known:].copy())
+            path.append(node)
+        self.touch(path)
+        return True
+
+    def alloc_host(self, num_pages: int) -> Int32Array:
+        """As many host pages as there can be room for, at most `num_pages`; int32[n]."""
+        self._make_host_room(self.full, num_pages)
+        pool = self.tiers.controller.host_pool(self.full.kind)
+        host_pages = pool.alloc(min(num_pages, pool.num_free))
+        return host_pages if host_pages is not None else NO_SLOTS
+
+    # -- host -> device ----------------------------------------------------------------------------------------------
+
+    def load(self, path: list[TreeNode], device_len: int) -> tuple[Int32Array, PendingLoad] | None:
+        """Bring the part of `path` behind `device_len` tokens to the device and wait for it. None if that failed.
+
+        Everything the load reads or hangs on is pinned before room is made for it: making room can back up, and so
+        evict host pages, and may not evict these.
+        """
+        dp_rank = path[-1].namespace.dp_rank
+        num_tokens = sum(node.num_tokens for node in path)
+        plan = self.full.prefetch(PrefetchRequest(path, num_tokens))
+        pool = self.tiers.controller.host_pool(self.full.kind)
+        pool.lock(plan.host_pages)
+        self.full.lock(path[-1])
+        slots = self._alloc_device(num_tokens - device_len, dp_rank)
+        future = None
+        if slots is not None:
+            future = self.tiers.load(plan, device_pages_of(slots, self._page_size), dp_rank)
+        self.settle()
+        pool.unlock(plan.host_pages)
+        if slots is None or future is None:
+            self.full.unlock(path[-1])
+            if slots is not None:
+                self.free_device(slots, dp_rank)
+            return None
+        self._attach_loaded(path[-1], slots)
+        return slots, PendingLoad(future, path[-1], self.epoch)
+
+    def _attach_loaded(self, last_node: TreeNode, device_slots: Int32Array) -> None:
+        """Give loaded slots to the nodes they belong to, as the path is now (settling may have split it)."""
+        start = 0
+        for node in [n for n in last_node.path() if not self.on_device(n)]:
+            self.attach_device(node, device_slots[start : start + node.num_tokens])
+            start += node.num_tokens
+
+    def finish_load(self, load: PendingLoad) -> None:
+        """Scatter loaded pages into the buffers and release their nodes; nothing if the tree was reset meanwhile."""
+        if load.epoch == self.epoch:
+            self.tiers.controller.commit_load(self.full.kind, load.future)
+            self.full.unlock(load.node)
+
+    def device_room(self, last_node: TreeNode, dp_rank: int) -> int:
+        """Tokens that could be loaded below the device part of this path: free ones and what may be evicted for it."""
+        own = sum(
+            n.num_tokens
+            for n in last_node.ancestors()
+            if self.on_device(n) and not n.data[self.full.index].device_lock
+        )
+        free = self._allocator.available_size(dp_rank=dp_rank)
+        return free + self.full.device.evictable(dp_rank) - own
+
+    def _alloc_device(self, num_tokens: int, dp_rank: int) -> Int32Array | None:
+        short = num_tokens - self._allocator.available_size(dp_rank=dp_rank)
+        if short > 0:
+            self.evict_device(short, dp_rank)
+        return self._allocator.alloc(num_tokens, dp_rank=dp_rank)
+
+    # -- what has ended ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take note of ended transfers. Look-ups and fetches wait for `take_arrivals`."""
+        if self._tiers is None or not self._tiers.controller.num_in_flight:
+            return
+        settlement = self._tiers.settle()
+        for node, component in settlement.lost.items():
+            if node.parent is not None and node.data[component.index].host_pages is not None:
+                self.tiers.drop_host(component, node)
+                if not self.on_device(node):
+                    self.remove_subtree(node)
+        if self._store_early and self.tiers.controller.storage_writable(self.full.kind):
+            for node, component in settlement.backed_up.items():
+                if node.parent is not None:
+                    self._write_back(component, node)
+        self._lookups += settlement.lookups
+        self._fetches += settlement.fetches
+
+    def take_arrivals(self) -> tuple[list[LookupResult], list[TransferResult]]:
+        """The look-ups and fetches that ended since the last call, each once. Fetched pages have no owner yet."""
+        arrivals = self._lookups, self._fetches
+        self._lookups, self._fetches = [], []
+        return arrivals
+
+    def reset(self) -> None:
+        """Forget every node. Host pages are given back (those in transfer when it ends); device slots are not touched,
+        the engine clears its allocator itself."""
+        self.epoch += 1
+        self.tree = RadixTree(self._codec, len(self.components))
+        for component in self.components:
+            component.device.clear()
+            pages = np.array(component.host.clear(), np.int32)
+            if len(pages):
+                self.tiers.give_up(component, pages)
+
+    def check_invariants(self) -> None:
+        """The tree's, the components' and the tiers' own; raises InvariantError."""
+        self.tree.check_invariants()
+        for component in self.components:
+            component.check_invariants(self.tree.nodes())
+        if self._tiers is not None:
+            self._tiers.controller.check_invariants()
