@@ -1,0 +1,176 @@
+"""`python -m sgl_jax_hicache.demo`: play conversations against three cache levels and show what each level gave.
+
+1. A server without any cache answers everything once.
+2. A server with HiCache, files included, and a device pool too small for the traffic answers the same: L1 and L2 hits.
+3. It is killed with SIGKILL and started again on the same folder: first turns now come from L3.
+
+Exits with 1 if any answer differs from the one without a cache, with 2 if a server does not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sgl_jax_hicache import overlay
+
+overlay.activate()
+
+from .client import ChatClient  # noqa: E402 - needs the overlay
+from .play import (  # noqa: E402
+    Record,
+    Step,
+    play,
+    script_after_restart,
+    script_with_cache,
+    script_without_cache,
+)
+from .plot import write_plot  # noqa: E402
+from .report import (  # noqa: E402
+    Findings,
+    long_prompt_table,
+    moved_table,
+    run_table,
+    summary_table,
+    write_json,
+)
+from .server_process import ServerFailedError, ServerProcess  # noqa: E402
+
+DEVICE_TOKENS = 2_560
+"""Device pool of every server: one long prompt and half a conversation."""
+
+HOST_RATIO = 5.0
+"""The host holds all conversations and long prompts."""
+
+
+class Demo:
+    """Runs the servers and the script, and shows progress on the console."""
+
+    def __init__(
+        self, model: str, storage_path: Path, answer_tokens: int, console: Console
+    ) -> None:
+        self._model = model
+        self._storage_path = storage_path
+        self._answer_tokens = answer_tokens
+        self._console = console
+        self._log_path = storage_path / "server.log"
+        self._common = ("--model", model, "--max-total-tokens", str(DEVICE_TOKENS))
+        self._hicache = (
+            *("--hicache-storage", "file", "--hicache-storage-path", str(storage_path / "pages")),
+            *("--hicache-ratio", str(HOST_RATIO)),
+        )
+
+    def run(self) -> Findings:
+        """All three runs. Raises ServerFailedError if a server does not start."""
+        without_cache, _ = self._run_server(
+            "no cache", ("--disable-radix-cache",), script_without_cache()
+        )
+        with_cache, moved_before = self._run_server(
+            "L1 + L2 + L3", self._hicache, script_with_cache()
+        )
+        self._console.print(run_table("With a device pool too small for the traffic", with_cache))
+        self._console.print(
+            "The server was killed with SIGKILL; starting it again on the same folder."
+        )
+        after_restart, moved_after = self._run_server(
+            "after SIGKILL", self._hicache, script_after_restart()
+        )
+        self._console.print(run_table("First turns after the restart", after_restart))
+        moved = {kind: moved_before[kind] + moved_after[kind] for kind in moved_before}
+        return Findings(without_cache, with_cache, after_restart, moved)
+
+    def _run_server(
+        self, title: str, flags: Sequence[str], script: Sequence[Step]
+    ) -> tuple[list[Record], dict[str, int]]:
+        """Start a server, play, read its counters, and leave it to SIGKILL."""
+        records = []
+        with self._progress() as progress:
+            task = progress.add_task(title, total=len(script), step="starting the server")
+            with (
+                ServerProcess((*self._common, *flags), self._log_path) as server,
+                closing(ChatClient(server.url, self._model)) as client,
+            ):
+                for record in play(client, script, self._answer_tokens):
+                    records.append(record)
+                    progress.update(task, advance=1, step=record.step.name)
+                moved = client.bytes_moved()
+            progress.update(task, step="done")
+        return records, moved
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[step]:<20}"),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    arguments = _parse(argv)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="hicache-demo-") as temporary:
+        storage_path = arguments.storage_path or Path(temporary)
+        storage_path.mkdir(parents=True, exist_ok=True)
+        try:
+            findings = Demo(arguments.model, storage_path, arguments.answer_tokens, console).run()
+        except ServerFailedError as error:
+            console.print(str(error), style="red", markup=False)
+            return 2
+    return _show(findings, arguments.output_dir, console)
+
+
+def _show(findings: Findings, output_dir: Path, console: Console) -> int:
+    report_path = output_dir / "demo-report.json"
+    plot_path = output_dir / "demo-report.png"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(findings, report_path)
+    write_plot(findings, plot_path)
+    for table in (summary_table(findings), long_prompt_table(findings), moved_table(findings)):
+        console.print(table)
+    console.print(f"Written: {report_path}, {plot_path}")
+    compared = len(findings.cached_runs)
+    if findings.mismatched:
+        names = ", ".join(findings.mismatched)
+        console.print(
+            f"{len(findings.mismatched)} of {compared} answers differ: {names}", style="red"
+        )
+        return 1
+    console.print(f"All {compared} answers are the same tokens as without a cache.", style="green")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_jax_hicache.demo", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="what launch_server takes (default smollm2)"
+    )
+    parser.add_argument(
+        "--storage-path",
+        type=Path,
+        help="folder for the pages and the server's log (default: a temporary one)",
+    )
+    parser.add_argument("--answer-tokens", type=int, default=24, help="longest answer (default 24)")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=Path(),
+        help="where the report and the plot go (default: here)",
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
