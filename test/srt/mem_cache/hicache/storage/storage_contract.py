@@ -37,7 +37,9 @@ class StorageContract(ABC):
             np.testing.assert_array_equal(found, page)
 
     def test_an_empty_batch_is_fine(self, storage: HiCacheStorage) -> None:
-        assert storage.get([]) == storage.set([], []) == storage.exists([]) == storage.delete([]) == []
+        assert (
+            storage.get([]) == storage.set([], []) == storage.exists([]) == storage.delete([]) == []
+        )
 
     def test_a_page_may_come_in_pieces(self, storage: HiCacheStorage) -> None:
         (key,), page = make_keys(1), make_page(1)

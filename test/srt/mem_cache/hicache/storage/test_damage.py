@@ -191,9 +191,7 @@ def test_check_invariants_finds_it(storage: LocalFileStorage, name: str) -> None
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP])
 @pytest.mark.parametrize("call", ["open_for_read", "readv"])
-def test_an_unreadable_file_is_moved_away(
-    storage: LocalFileStorage, call: str, error: int
-) -> None:
+def test_an_unreadable_file_is_moved_away(storage: LocalFileStorage, call: str, error: int) -> None:
     failing = LocalFileStorage(storage.root, SPACE, ops=FailingOps(**{call: error}))
     assert failing.get([KEYS[1]]) == [None]
     assert failing.stats().corrupt_gets == 1

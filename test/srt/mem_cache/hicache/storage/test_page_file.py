@@ -86,7 +86,9 @@ def test_a_refusal_says_what_was_expected_and_found() -> None:
     file_format = PageFileFormat(SPACE)
     other_key = make_keys(2)[1]
     header = encoded()[: file_format.header_bytes]
-    with pytest.raises(StorageCorruptionError, match=f"expected {other_key.hex()}, found {KEY.hex()}"):
+    with pytest.raises(
+        StorageCorruptionError, match=f"expected {other_key.hex()}, found {KEY.hex()}"
+    ):
         file_format.verify(other_key, header, PAGE)
     with pytest.raises(StorageCorruptionError, match="checksum: expected 0x"):
         file_format.verify(KEY, header, np.zeros_like(PAGE))

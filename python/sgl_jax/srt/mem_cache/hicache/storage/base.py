@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..page_key import StorageNamespace as StorageNamespace
 from ..types import PageKey
+from .stats import StorageStats
 
 Payload = Sequence[npt.NDArray[Any]]
 """One page as C-contiguous arrays, whose bytes one after the other are the page (no copy to join
@@ -63,6 +64,10 @@ class HiCacheStorage(ABC):
         """Remove pages; True for each page that was there and is gone. Removing what is not there
         is no error.
         """
+
+    def stats(self) -> StorageStats:
+        """What this instance did so far, for the metrics. A storage that does not count reports zeros."""
+        return StorageStats()
 
     @abstractmethod
     def close(self) -> None:
