@@ -16,30 +16,28 @@ TREE = overlay.tree_root() / "sgl_jax"
 MEM_CACHE = TREE / "srt" / "mem_cache"
 PACKAGE = "sgl_jax.srt.mem_cache"
 
-# Lowest first. A module may import from its own layer (see OWN_LAYER) and from every layer before it.
+# Lowest first. A module may import from its own layer and from every layer before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("hicache.errors", "hicache.types"),
     ("hicache.config", "hicache.contract", "hicache.token_key", "hicache.page_key"),
     ("hicache.memory_budget", "hicache.tree_node"),
     ("hicache.tree_types", "hicache.radix_tree"),
     ("hicache.storage", "hicache.host_pool"),
-    (
-        "hicache.transfer",
-        "hicache.chunks",
-        "hicache.device_buffers",
-        "hicache.page_programs",
-        "hicache.host_memory",
-    ),
+    ("hicache.metrics",),
+    ("hicache.device_buffers", "hicache.chunks"),
+    ("hicache.pool_buffers", "hicache.page_programs", "hicache.host_memory"),
+    ("hicache.transfer",),
     ("hicache.async_impl",),
     ("hicache.controller",),
     ("hicache.components",),
-    ("hicache.metrics",),
-    ("hicache.lower_tiers", "hicache.prefetch"),
+    ("hicache.lower_tiers", "hicache.prefetch_table"),
+    ("hicache.tiered_tree",),
+    ("hicache.storage_prefetch",),
     ("unified_radix_cache",),
     ("hicache.builder",),
 )
-# What a person may install on its own; everything else the extension needs must be in it or in the standard library.
-THIRD_PARTY = frozenset({"numpy", "jax", "ml_dtypes", "psutil", "prometheus_client"})
+# Small libraries that an sgl-jax installation can take; anything else must be in the standard library or the extension.
+THIRD_PARTY = frozenset({"numpy", "jax", "ml_dtypes", "psutil", "prometheus_client", "xxhash"})
 
 
 @dataclass(frozen=True)
