@@ -67,6 +67,16 @@ def open_folder(path: Path, names: tuple[str, ...], *, create: bool) -> Iterator
         os.close(fd)
 
 
+@contextmanager
+def open_child(name: str, parent_fd: int) -> Iterator[int]:
+    """A descriptor of one existing folder in an open one. Raises OSError as `open_folder`."""
+    fd = os.open(name, _OPEN_FLAGS, dir_fd=parent_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _open_child(name: str, parent_fd: int | None, create: bool) -> int:
     try:
         return os.open(name, _OPEN_FLAGS, dir_fd=parent_fd)

@@ -33,7 +33,7 @@ from ..page_key import StorageNamespace, namespace_digest
 from ..types import PageKey
 from .base import HiCacheStorage, PageBytes, Payload
 from .file_ops import FileOps
-from .folders import QUARANTINE, move_away, open_folder, safe_name
+from .folders import QUARANTINE, move_away, open_child, open_folder, safe_name
 from .page_file import PageFileFormat
 from .page_info import describe
 from .page_io import BadPageFile, PageFileIO
@@ -89,7 +89,13 @@ class LocalFileStorage(HiCacheStorage):
         """See `HiCacheStorage.get`. Raises ValueError for a wrong key or a closed storage."""
         self._check_open()
         check_keys(keys)
-        return [self._get_page(key) for key in keys]
+        try:
+            with open_folder(self.root, self._names, create=False) as folder_fd:
+                return [self._get_page(folder_fd, key) for key in keys]
+        except OSError as error:
+            for _ in keys:
+                self._count_failed_get(error)
+            return [None] * len(keys)
 
     def set(self, keys: Sequence[PageKey], pages: Sequence[Payload]) -> list[bool]:
         """See `HiCacheStorage.set`. Raises ValueError for a wrong key, a wrong payload or a closed
@@ -105,7 +111,11 @@ class LocalFileStorage(HiCacheStorage):
         """
         self._check_open()
         check_keys(keys)
-        return [self._exists_page(key) for key in keys]
+        try:
+            with open_folder(self.root, self._names, create=False) as folder_fd:
+                return [self._exists_page(folder_fd, key) for key in keys]
+        except OSError:
+            return [False] * len(keys)
 
     def delete(self, keys: Sequence[PageKey]) -> list[bool]:
         """See `HiCacheStorage.delete`."""
@@ -166,23 +176,26 @@ class LocalFileStorage(HiCacheStorage):
 
     # -- one page ---------------------------------------------------------------------------------
 
-    def _get_page(self, key: PageKey) -> PageBytes | None:
-        self._counter.add(gets=1)
+    def _get_page(self, folder_fd: int, key: PageKey) -> PageBytes | None:
         try:
-            with self._shard(key, create=False) as shard_fd:
+            with open_child(shard_name(key), folder_fd) as shard_fd:
                 page = self._read_page(shard_fd, key)
-        except FileNotFoundError:
-            self._counter.add(misses=1)
-            return None
         except (OSError, MemoryError) as error:
-            logger.debug("page %s cannot be read: %s", key.hex(), error)
-            self._counter.add(read_errors=1)
+            self._count_failed_get(error)
             return None
         if page is None:
-            self._counter.add(corrupt_gets=1)
-            return None
-        self._counter.add(hits=1, hit_bytes=page.nbytes)
+            self._counter.add(gets=1, corrupt_gets=1)
+        else:
+            self._counter.add(gets=1, hits=1, hit_bytes=page.nbytes)
         return page
+
+    def _count_failed_get(self, error: OSError | MemoryError) -> None:
+        """A get that found no entry, or could not look."""
+        if isinstance(error, FileNotFoundError):
+            self._counter.add(gets=1, misses=1)
+        else:
+            logger.debug("a page of %s cannot be read: %s", self.folder, error)
+            self._counter.add(gets=1, read_errors=1)
 
     def _read_page(self, shard_fd: int, key: PageKey) -> PageBytes | None:
         """None if the entry is bad; it is out of the way then. Raises OSError."""
@@ -238,10 +251,12 @@ class LocalFileStorage(HiCacheStorage):
             self._reject(key, shard_fd, "is a folder", status)
         return self._io.is_whole(status)
 
-    def _exists_page(self, key: PageKey) -> bool:
+    def _exists_page(self, folder_fd: int, key: PageKey) -> bool:
+        shard = shard_name(key)
         try:
-            with self._shard(key, create=False) as shard_fd:
-                return self._io.is_whole(os.lstat(page_name(key), dir_fd=shard_fd))
+            is_folder = stat.S_ISDIR(os.lstat(shard, dir_fd=folder_fd).st_mode)
+            path = f"{shard}/{page_name(key)}"
+            return is_folder and self._io.is_whole(os.lstat(path, dir_fd=folder_fd))
         except OSError:
             return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -33,35 +34,34 @@ class StatsCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stats = StorageStats()
+        self._counts: Counter[str] = Counter()
+        self._available = True
+        self._last_error: str | None = None
 
     def add(self, **deltas: int) -> None:
-        """Adds to the named counts."""
+        """Adds to the named counts of `StorageStats`."""
         with self._lock:
-            new = {name: getattr(self._stats, name) + delta for name, delta in deltas.items()}
-            self._stats = replace(self._stats, **new)
+            for name, delta in deltas.items():
+                self._counts[name] += delta
 
     def write_worked(self) -> bool:
         """Notes a working write; True if the storage was unavailable until now."""
         with self._lock:
-            recovered = not self._stats.available
-            if recovered:
-                self._stats = replace(self._stats, available=True)
+            recovered = not self._available
+            self._available = True
             return recovered
 
     def write_failed(self, error: str) -> bool:
         """Notes a failed write; True if the storage was available until now."""
         with self._lock:
-            was_available = self._stats.available
-            self._stats = replace(
-                self._stats,
-                available=False,
-                last_error=error,
-                write_errors=self._stats.write_errors + 1,
-            )
+            was_available = self._available
+            self._available, self._last_error = False, error
+            self._counts["write_errors"] += 1
             return was_available
 
     def snapshot(self) -> StorageStats:
         """The counts at one instant."""
         with self._lock:
-            return self._stats
+            return StorageStats(
+                **self._counts, available=self._available, last_error=self._last_error
+            )
