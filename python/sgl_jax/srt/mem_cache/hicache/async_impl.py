@@ -291,7 +291,7 @@ class FutureExecutor(TransferExecutor):
     def _finish_if_ready(self, ticket: _Ticket) -> None:
         job, arrays = self._dispatched[id(ticket)]
         try:
-            if not all(array.is_ready() for array in arrays):  # type: ignore[attr-defined]
+            if not all(_is_ready(array) for array in arrays):
                 return
             # Does not wait any more; raises what a failed copy left behind.
             jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
@@ -305,6 +305,13 @@ class FutureExecutor(TransferExecutor):
     def _wait_slice_s(self) -> float:
         """Arrays do not notify, so they are asked."""
         return _READY_POLL_S if self._dispatched else super()._wait_slice_s()
+
+
+def _is_ready(array: jax.Array) -> bool:
+    """`array.is_ready()`, which ends the process when the array was deleted: ask for that first (jax 0.10.2)."""
+    if array.is_deleted():
+        raise RuntimeError("an array that a transfer waits for was deleted or donated")
+    return bool(array.is_ready())  # type: ignore[attr-defined]
 
 
 def _run_blocking(job: DeviceJob) -> Any:
