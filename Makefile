@@ -53,7 +53,7 @@ demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compare
 	@$(PY) -m sgl_jax_hicache.demo $(DEMO_ARGS)
 
 serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
-	@$(PY) -m sgl_jax_hicache.launch_server --model smollm2 --hicache-storage file $(SERVE_ARGS)
+	@$(PY) -m sgl_jax_hicache.launch_server --model-path smollm2 --hicache-storage file $(SERVE_ARGS)
 
 bench: $(STAMP) ## Measure the parts and print the tables of docs/hicache.md
 	@$(PY) -m sgl_jax_hicache.bench

@@ -61,7 +61,7 @@ class Demo:
         self._answer_tokens = answer_tokens
         self._console = console
         self._log_path = storage_path / "server.log"
-        self._common = ("--model", model, "--max-total-tokens", str(DEVICE_TOKENS))
+        self._common = ("--model-path", model, "--max-total-tokens", str(DEVICE_TOKENS))
         self._hicache = (
             *("--hicache-storage", "file", "--hicache-storage-path", str(storage_path / "pages")),
             *("--hicache-ratio", str(HOST_RATIO)),
