@@ -25,7 +25,7 @@ _GROWTH_HORIZON_TOKENS = 4096
 
 
 class Admission(enum.Enum):
-    """ADMITTED; NO_ROOM: the device lacks slots or rows; NO_BUDGET: the step is full."""
+    """ADMITTED; NO_ROOM: the device lacks slots; NO_BUDGET: the step is full, or all rows are taken."""
 
     ADMITTED = "admitted"
     NO_ROOM = "no_room"
@@ -64,12 +64,15 @@ class PrefillAdder:
             return Admission.NO_BUDGET
         return Admission.ADMITTED if self._extend(req) else Admission.NO_ROOM
 
+    @property
+    def full(self) -> bool:
+        """True if no further request can join, whatever it is."""
+        return self.budget_tokens < self._memory.page_size or self._rows.available_size() == 0
+
     def add(self, req: Req) -> Admission:
         """A waiting request. Anything but ADMITTED leaves it as if it had not been asked."""
-        if self.budget_tokens < self._memory.page_size:
+        if self.full:
             return Admission.NO_BUDGET
-        if self._rows.available_size() == 0:
-            return Admission.NO_ROOM
         req.init_next_round_input(self._tree)
         self.matched_len = len(req.prefix_indices)
         lock = self._tree.inc_lock_ref(req.last_node)

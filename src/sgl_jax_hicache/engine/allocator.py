@@ -1,7 +1,7 @@
 """Hands out token slots of the device KV pool, in whole pages.
 
-Sizes are in tokens, indices rank-local int32 token slots (slot = page * page_size + offset); page 0 is the sentinel that
-padding points at and is never handed out. Single-threaded: only the scheduler thread calls it.
+Sizes are in tokens, indices rank-local int32 token slots (slot = page * page_size + offset). Page 0 is the sentinel
+that padding points at; it is never handed out. Only the scheduler thread calls it.
 
 A page is FREE, OWNED or, inside a free group, PENDING (given back, not yet available). Freeing a page that is not OWNED
 is a fault of the caller and raises: the same page in two hands is silently wrong output later.

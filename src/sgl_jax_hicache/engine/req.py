@@ -23,9 +23,9 @@ from sgl_jax.srt.mem_cache.hicache.tree_types import (
 )
 from sgl_jax.srt.mem_cache.hicache.types import TierTokens
 
-from .detokenizer import StopStringMatcher
 from .forward_batch import SamplingParams
 from .outputs import FinishReason, OutputSink, RequestStats, TokenLogprob
+from .stop_strings import StopStringMatcher
 from .tree_cache import TreeCache
 
 

@@ -4,8 +4,8 @@ One iteration (`step`) runs the timetable of the cache:
 
     poll and settle transfers -> match -> plan loads -> submit loads -> forward -> insert -> submit backups
 
-Without overlap a step's tokens are read before the next step is planned. With overlap the next step is dispatched first:
-the input token of a decode stays on the device, and a request that turns out to have ended has run one step too many,
+Without overlap a step's tokens are read before the next step is planned. With overlap the next step goes out first: the
+input token of a decode stays on the device, and a request that turns out to have ended has run one step too many,
 whose result is dropped. Everything is dispatched from this one thread, so gathers, scatters and forwards reach the
 device in the order in which they are called here, and pages that a finished request gave back can be handed out again
 while its last step still runs.
@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from .admission import Admission, PrefillAdder
 from .allocator import PagedTokenToKVPoolAllocator
@@ -156,8 +156,9 @@ class Scheduler:
 
     def start(self) -> None:
         """Compile everything, before the first request."""
-        self._runner.warm_up()
+        # The transfers first: steps then meet buffers as transfers leave them.
         self._tree.precompile_hicache_transfers()
+        self._runner.warm_up()
 
     def step(self) -> bool:
         """One iteration of the loop. False if there was nothing to dispatch and nothing to read."""
@@ -216,6 +217,8 @@ class Scheduler:
 
     def _admit(self, adder: PrefillAdder) -> None:
         for req in list(self._waiting):
+            if adder.full:
+                break  # before asking for a prefetch: its deadline runs once its request could be admitted
             if not self._prefetch_done(req):
                 continue
             device_len = self._add(adder, req)
@@ -411,6 +414,19 @@ class Scheduler:
         if self._config.raise_on_idle_check:
             raise SchedulerFault(found)
         logger.error("idle, and yet: %s", found)
+
+    def state(self) -> dict[str, Any]:
+        """Numbers of this moment, JSON-able; sizes in tokens."""
+        return {
+            "waiting_requests": len(self._waiting),
+            "running_requests": len(self._by_rid) - len(self._waiting),
+            "pool_tokens": self._allocator.size,
+            "free_tokens": self._allocator.available_size(),
+            "evictable_tokens": self._tree.evictable_size(),
+            "protected_tokens": self._tree.protected_size(),
+            "pending_transfers": self._tree.has_pending_work(),
+            "decode_step": self.decode_times.summary(),
+        }
 
     def flush(self) -> None:
         """Forget everything that is cached. Only while neither a request nor a transfer is unfinished."""

@@ -6,6 +6,7 @@ transfers are unfinished it waits for them, with a look into the mailbox every 5
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -91,10 +92,9 @@ class SchedulerThread:
 
         What is unfinished by then is aborted. True if nothing had to be cut short. Blocks; idempotent.
         """
-        try:
+        # If it stopped or failed before, only the thread's end is left to wait for.
+        with contextlib.suppress(EngineStoppedError):
             self._post(lambda: self._begin_stop(time.monotonic() + deadline_s))
-        except EngineStoppedError:
-            pass  # stopped or failed before; only the thread's end is left to wait for
         if self._thread.ident is not None:
             self._thread.join()
         return self._orderly
@@ -167,10 +167,14 @@ class SchedulerThread:
 
     def _do_flush(self, flush: _Flush) -> None:
         self._flush = None
-        done = self._tree.flush_to_storage(max(0.0, flush.deadline_s - time.monotonic()))
-        if done:
-            self._scheduler.flush()
-        flush.result.set_result(done)
+        stored = self._tree.flush_to_storage(max(0.0, flush.deadline_s - time.monotonic()))
+        if self._tree.has_pending_work():
+            flush.result.set_result(False)
+            return
+        if not stored:
+            logger.warning("the cache is emptied, though storage did not take all of it")
+        self._scheduler.flush()
+        flush.result.set_result(True)
 
     def _expire_flush(self) -> None:
         if self._flush is not None and time.monotonic() > self._flush.deadline_s:

@@ -1,65 +1,24 @@
-"""Token ids to text, piece by piece, and the search for stop strings in it."""
+"""Stop strings: noticing them while tokens arrive, and keeping them out of the text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-_REPLACEMENT = "\ufffd"
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole id sequence; incomplete UTF-8 becomes U+FFFD."""
-
-
-class IncrementalDetokenizer:
-    """Text of a growing id sequence: the pieces that `add` and `flush` return join to the text of the whole.
-
-    A piece is held back while it ends in an incomplete character. Only the last few ids are decoded again, so the cost
-    of a token does not grow with the length of the output.
-    """
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._ids: list[int] = []
-        self._prefix_start = 0  # decoding starts here, for context
-        self._read_end = 0  # text of ids before this was handed out
-
-    def add(self, token_id: int) -> str:
-        """The text that became certain with this token; may be empty."""
-        self._ids.append(token_id)
-        return self._emit(final=False)
-
-    def flush(self) -> str:
-        """What is still held back, incomplete characters included."""
-        return self._emit(final=True)
-
-    def _emit(self, final: bool) -> str:
-        known = self._decoder.decode(self._ids[self._prefix_start : self._read_end])
-        text = self._decoder.decode(self._ids[self._prefix_start :])
-        if text.endswith(_REPLACEMENT) and not final:
-            return ""
-        piece = text[len(known) :]
-        if piece:
-            self._prefix_start, self._read_end = self._read_end, len(self._ids)
-        return piece
+from .tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopStringMatcher:
     """Tells when the text of a growing id sequence contains one of the stop strings."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
-        self._detokenizer = IncrementalDetokenizer(decoder)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = tuple(stops)
         self._keep_len = max(len(stop) for stop in stops) - 1
         self._tail = ""
 
     def add(self, token_id: int) -> str | None:
         """The stop string that this token completed, the earliest in the text; or None."""
-        self._tail += self._detokenizer.add(token_id)
+        self._tail += self._detokenizer.push(token_id)
         found = earliest_stop(self._tail, self._stops)
         self._tail = self._tail[len(self._tail) - self._keep_len :] if self._keep_len else ""
         return found[1] if found else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
 
-VOCAB_SIZE = 251
+VOCAB_SIZE = 256  # every token is a byte, so that text can be made of them
 _EMPTY = -1
 
 

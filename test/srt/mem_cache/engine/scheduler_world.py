@@ -8,8 +8,10 @@ from typing import Any
 
 from engine_fakes import FakeRunner
 
+from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
+from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
+from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
-from sgl_jax_hicache.engine.chunk_cache import ChunkCache
 from sgl_jax_hicache.engine.engine_metrics import EngineMetrics
 from sgl_jax_hicache.engine.forward_batch import SamplingParams
 from sgl_jax_hicache.engine.outputs import OutputChunk
@@ -42,6 +44,19 @@ class Client:
         return self.chunks[-1]
 
 
+def radix_tree(
+    rows: ReqToTokenPool, allocator: PagedTokenToKVPoolAllocator, page_size: int
+) -> UnifiedRadixCache:
+    """The real prefix cache, with HiCache off: the fake runner has no buffers to copy."""
+    return build_unified_radix_cache(
+        HiCacheConfig(),
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        page_size=page_size,
+        model_identity=ModelIdentity("fake", "0"),
+    )
+
+
 class SchedulerWorld:
     """All the parts of a scheduler around one pool of `num_pages` pages."""
 
@@ -54,7 +69,7 @@ class SchedulerWorld:
         chunk: int = 16,
         overlap: bool = True,
         reserve: float = 0.5,
-        tree: TreeFactory = ChunkCache,
+        tree: TreeFactory = radix_tree,
         **runner: Any,
     ) -> None:
         size = num_pages * page_size

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 from engine_fakes import VOCAB_SIZE, expected_output
-from scheduler_world import SchedulerWorld
+from null_tree import NullTree
+from scheduler_world import SchedulerWorld, TreeFactory, radix_tree
 
-from sgl_jax_hicache.engine.detokenizer import StopStringMatcher
+from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
+from sgl_jax.srt.mem_cache.hicache.types import TierTokens
 from sgl_jax_hicache.engine.forward_batch import ForwardMode, SamplingParams
 from sgl_jax_hicache.engine.outputs import FinishKind
 from sgl_jax_hicache.engine.scheduler import SchedulerFault
+from sgl_jax_hicache.engine.stop_strings import StopStringMatcher
+from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
 
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 
@@ -107,11 +112,7 @@ def test_stop_conditions(overlap: bool) -> None:
     output = expected_output(prompt, 12)
     eos, stop_id = frozenset({output[4]}), output[2]
 
-    class Letters:
-        def decode(self, token_ids: list[int]) -> str:
-            return "".join(f"<{token}>" for token in token_ids)
-
-    text_stop = f"{output[5]}><{output[6]}"
+    text_stop = byte_tokenizer(300).decode(output[:7])[-2:]
     world = SchedulerWorld(overlap=overlap, rows=8)
     by_eos = world.submit("eos", prompt, 12, eos_token_ids=eos)
     ignored = world.submit(
@@ -124,7 +125,7 @@ def test_stop_conditions(overlap: bool) -> None:
         "id", prompt, sampling=SamplingParams(max_new_tokens=12, stop_token_ids=(stop_id,))
     )
     by_text = world.submit(
-        "text", prompt, 12, stop_matcher=StopStringMatcher(Letters(), [text_stop])
+        "text", prompt, 12, stop_matcher=StopStringMatcher(byte_tokenizer(300), [text_stop])
     )
     world.run()
     assert by_eos.tokens == output[: output.index(output[4]) + 1]
@@ -217,7 +218,7 @@ def test_a_leak_is_found_when_idle() -> None:
     world.submit("a", [1, 2, 3], 2)
     world.run()
     world.allocator.alloc(4)
-    with pytest.raises(SchedulerFault, match=r"free 124 \+ evictable 0 \+ protected 0 != pool 128"):
+    with pytest.raises(SchedulerFault, match=r"free 120 \+ evictable 4 \+ protected 0 != pool 128"):
         world.scheduler.check_idle()
 
 
@@ -231,19 +232,137 @@ def test_a_rid_is_unique_among_unfinished_requests() -> None:
     world.run()
 
 
+class SlowStorageTree(NullTree):
+    """Prefetches become ready when the test says so; everything is recorded."""
+
+    hicache_enabled = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ready: set[str] = set()
+        self.started: list[str] = []
+        self.released: list[str] = []
+        self.admitted: list[str] = []
+        self.asked: list[str] = []
+
+    def start_prefetch(self, rid: str, key: RadixKey) -> None:
+        self.started.append(rid)
+
+    def prefetch_ready(self, rid: str) -> bool:
+        self.asked.append(rid)
+        return rid in self.ready
+
+    def release_prefetch(self, rid: str) -> None:
+        self.released.append(rid)
+
+    def has_pending_work(self) -> bool:
+        return bool(set(self.started) - self.ready - set(self.released))
+
+    def tier_tokens(
+        self, rid: str, prompt_len: int, device_len: int, prefix_len: int
+    ) -> TierTokens:
+        self.admitted.append(rid)
+        return super().tier_tokens(rid, prompt_len, device_len, prefix_len)
+
+
+@both_loops
+def test_a_request_that_waits_for_storage_lets_others_pass(overlap: bool) -> None:
+    world = SchedulerWorld(overlap=overlap, tree=SlowStorageTree, rows=1)
+    world.tree.ready = {"b", "c"}
+    clients = {rid: world.submit(rid, [1, 2, 3], 3) for rid in ("a", "b", "c")}
+    world.step(20)
+    assert clients["a"].chunks == []
+    assert clients["b"].tokens == clients["c"].tokens == expected_output([1, 2, 3], 3)
+    world.tree.ready.add("a")
+    world.run()
+    assert clients["a"].tokens == expected_output([1, 2, 3], 3)
+    assert world.tree.started == ["a", "b", "c"]
+    assert sorted(world.tree.admitted) == ["a", "b", "c"]
+    assert set(world.tree.released) == {"a", "b", "c"}
+
+
+def test_a_prefetch_is_asked_for_only_when_its_request_could_be_admitted() -> None:
+    world = SchedulerWorld(tree=SlowStorageTree, rows=1)
+    world.tree.ready = {"a"}
+    world.submit("a", [1, 2, 3], 20)
+    world.submit("b", [4, 5], 1)
+    world.step(5)
+    assert world.tree.asked == ["a"], "the only row is taken: b's deadline must not run yet"
+    world.scheduler.abort("a")
+    world.scheduler.abort("b")
+    world.run()
+    assert set(world.tree.released) == {"a", "b"}
+
+
+@both_loops
+def test_tiers_are_counted_once_however_often_a_request_is_retracted(
+    overlap: bool, rng: np.random.Generator
+) -> None:
+    world = SchedulerWorld(overlap=overlap, tree=SlowStorageTree, num_pages=12, rows=4, reserve=0.0)
+    rids = [str(i) for i in range(6)]
+    world.tree.ready = set(rids)
+    for rid in rids:
+        world.submit(rid, _prompt(rng, 8), 24)
+    world.run()
+    assert sum(client.last.stats.num_retractions for client in world.clients.values()) > 0
+    assert sorted(world.tree.admitted) == rids
+    assert sorted(world.tree.released) == rids
+
+
+@both_loops
+def test_a_shared_prefix_is_computed_once(overlap: bool, rng: np.random.Generator) -> None:
+    world = SchedulerWorld(overlap=overlap, chunk=64)
+    prefix = _prompt(rng, 32)
+    first = world.submit("first", [*prefix, 1, 2], 4)
+    world.step()  # its pages are the cache's as soon as their forward is dispatched
+    second = world.submit("second", [*prefix, 3, 4], 4)
+    other = world.submit("other", [*prefix, 3, 4], 4, extra_key="another tenant")
+    world.run()
+    assert first.tokens == expected_output([*prefix, 1, 2], 4)
+    assert second.tokens == other.tokens == expected_output([*prefix, 3, 4], 4)
+    assert second.last.stats.tiers == TierTokens(device=32, computed=2)
+    assert other.last.stats.tiers == TierTokens(computed=34)
+
+
+def test_flush_forgets_the_cache_and_refuses_while_busy() -> None:
+    world = SchedulerWorld()
+    world.submit("a", list(range(20)), 2)
+    world.step()
+    with pytest.raises(SchedulerFault, match="unfinished"):
+        world.scheduler.flush()
+    world.run()
+    assert world.tree.evictable_size() > 0
+    world.scheduler.flush()
+    assert world.allocator.available_size() == world.allocator.size
+    again = world.submit("b", list(range(20)), 2)
+    world.run()
+    assert again.last.stats.tiers == TierTokens(computed=20)
+    assert again.tokens == world.clients["a"].tokens
+
+
 @both_loops
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_random_traffic(overlap: bool, page_size: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tree", [radix_tree, NullTree], ids=["radix", "null"])
+def test_random_traffic(
+    overlap: bool, page_size: int, tree: TreeFactory, rng: np.random.Generator
+) -> None:
     world = SchedulerWorld(
-        overlap=overlap, page_size=page_size, num_pages=96 // page_size, chunk=12, reserve=0.1
+        overlap=overlap,
+        page_size=page_size,
+        num_pages=96 // page_size,
+        chunk=12,
+        reserve=0.1,
+        tree=tree,
     )
     prompts: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()
+    stems = [_prompt(rng, 40) for _ in range(3)]
     for i in range(60):
         if rng.random() < 0.7:
-            prompt, num_new = _prompt(rng, int(rng.integers(1, 60))), int(rng.integers(1, 25))
-            prompts[str(i)] = (prompt, num_new)
-            world.submit(str(i), prompt, num_new)
+            stem = stems[int(rng.integers(0, 3))][: int(rng.integers(0, 41))]
+            prompt = [*stem, *_prompt(rng, int(rng.integers(1, 20)))]
+            prompts[str(i)] = (prompt, int(rng.integers(1, 25)))
+            world.submit(str(i), *prompts[str(i)])
         if rng.random() < 0.15 and prompts:
             rid = str(rng.choice(list(prompts)))
             if world.scheduler.abort(rid):
@@ -255,3 +374,5 @@ def test_random_traffic(overlap: bool, page_size: int, rng: np.random.Generator)
         expected = expected_output(prompt, num_new)
         tokens = world.clients[rid].tokens
         assert tokens == (expected[: len(tokens)] if rid in aborted else expected)
+    if tree is radix_tree:
+        assert sum(client.last.stats.tiers.device for client in world.clients.values()) > 0

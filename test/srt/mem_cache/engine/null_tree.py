@@ -1,7 +1,6 @@
-"""The cache that remembers nothing: what runs under `--disable-radix-cache`.
+"""A prefix cache that remembers nothing, with the whole surface that the scheduler uses.
 
-It meets the whole surface of the prefix cache, so that the scheduler has one way of working. Every page belongs to its
-request and goes back to the allocator when the request ends.
+Every page belongs to its request and goes back to the allocator when the request ends. Tests override single methods.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from sgl_jax.srt.mem_cache.hicache.tree_types import (
     RadixKey,
 )
 from sgl_jax.srt.mem_cache.hicache.types import TierTokens
+from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
+from sgl_jax_hicache.engine.req import Req
+from sgl_jax_hicache.engine.req_to_token_pool import ReqToTokenPool
 
-from .allocator import PagedTokenToKVPoolAllocator
-from .req import Req
-from .req_to_token_pool import ReqToTokenPool
 
-
-class ChunkCache:
+class NullTree:
     """No reuse, no tiers, nothing pending. Scheduler thread only."""
 
     hicache_enabled = False

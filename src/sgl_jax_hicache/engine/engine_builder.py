@@ -1,0 +1,165 @@
+"""From settings to a running engine: first everything that can be refused is checked, then the model is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from importlib import metadata
+from typing import Any
+
+import jax
+from prometheus_client import CollectorRegistry
+
+from sgl_jax.srt.mem_cache.hicache import builder as hicache_builder
+from sgl_jax.srt.mem_cache.hicache.memory_budget import host_pool_pages
+from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
+
+from .allocator import PagedTokenToKVPoolAllocator
+from .engine import Engine, EngineParts
+from .engine_args import ArgumentError, EngineArgs
+from .engine_metrics import EngineMetrics
+from .kv_cache_builder import build_kv_cache, register_kv_cache
+from .memory_pool import build_kv_pool
+from .model_config import ModelConfig, ModelError
+from .model_runner import DEFAULT_TILES, ModelRunner
+from .req_to_token_pool import ReqToTokenPool
+from .requests import RequestChecker
+from .scheduler import Scheduler, SchedulerConfig
+from .weights import LoadedModel, ModelParams, load_model, read_config
+
+
+def check_settings(args: EngineArgs) -> ModelConfig:
+    """Everything that can be refused before weights are read; reads the model's config only.
+
+    Raises ArgumentError or HiCacheConfigError, with one line for a person.
+    """
+    try:
+        config = read_config(args.model_path)
+    except ModelError as error:
+        raise ArgumentError(f"--model-path {args.model_path}: {error}") from error
+    _check_context(args, config)
+    if args.hicache.has_storage:
+        prepare_root(args.hicache.storage_path)
+    if args.hicache.enabled:
+        host_pool_pages(
+            args.hicache,
+            device_pages=args.max_total_tokens // args.page_size,
+            page_bytes=args.page_size * config.kv_bytes_per_token(args.dtype),
+            engine_bytes=_engine_bytes(args, config),
+        )
+    return config
+
+
+def build_engine(args: EngineArgs) -> Engine:
+    """Load the model and start the engine. Raises like `check_settings`, and ModelError for broken weights."""
+    check_settings(args)
+    model = load_model(args.model_path)
+    context_len = args.context_length or model.config.max_position_embeddings
+    pool = build_kv_pool(
+        model.config, size=args.max_total_tokens, page_size=args.page_size, dtype=args.dtype
+    )
+    # Committed to their device from the start, as every step and transfer leaves them: else all compiles twice.
+    pool.kv_buffer[:] = jax.device_put(pool.kv_buffer, jax.devices()[0])
+    allocator = PagedTokenToKVPoolAllocator(args.max_total_tokens, args.page_size, pool)
+    rows = ReqToTokenPool(args.max_running_requests, context_len)
+    runner = ModelRunner(
+        model.config,
+        ModelParams(**jax.device_put(vars(model.params), jax.devices()[0])),
+        pool,
+        max_running_requests=args.max_running_requests,
+        extend_tile_tokens=DEFAULT_TILES,
+        max_context_len=context_len,
+    )
+    registry = CollectorRegistry()
+    tree = _build_tree(args, model, rows, allocator, registry)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            args.chunked_prefill_size,
+            overlap=not args.disable_overlap_schedule,
+            decode_reserve_ratio=args.decode_reserve_ratio,
+        ),
+        runner,
+        tree,
+        rows,
+        allocator,
+        EngineMetrics(registry),
+    )
+    return Engine(
+        EngineParts(
+            scheduler=scheduler,
+            tree=tree,
+            tokenizer=model.tokenizer,
+            checker=RequestChecker(
+                model.tokenizer, context_len, args.max_total_tokens, args.random_seed
+            ),
+            registry=registry,
+            served_model_name=args.served_model_name or model.model_id,
+            max_queued_requests=args.max_queued_requests,
+            info=_info(args, model, context_len),
+        )
+    )
+
+
+def _check_context(args: EngineArgs, config: ModelConfig) -> None:
+    longest = config.max_position_embeddings
+    if args.context_length is not None and args.context_length > longest:
+        raise ArgumentError(
+            f"--context-length {args.context_length}: {args.model_path} was made for {longest} tokens; "
+            f"use {longest} or less"
+        )
+
+
+def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:
+    """Host memory that the engine itself will take: on CPU the weights (as float32) and the device pool."""
+    if jax.default_backend() != "cpu":
+        return 0
+    attention = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    values = config.num_layers * (attention + mlp) + 2 * config.vocab_size * config.hidden_size
+    return values * 4 + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+
+
+def _build_tree(
+    args: EngineArgs,
+    model: LoadedModel,
+    rows: ReqToTokenPool,
+    allocator: PagedTokenToKVPoolAllocator,
+    registry: CollectorRegistry,
+) -> Any:
+    hicache_builder.register(register_kv_cache)
+    return build_kv_cache(
+        hicache_builder.UNIFIED_RADIX_CACHE,
+        config=args.hicache,
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        page_size=args.page_size,
+        model_identity=hicache_builder.ModelIdentity(model.model_id, model.model_version),
+        disable=args.disable_radix_cache,
+        registry=registry,
+    )
+
+
+def _info(args: EngineArgs, model: LoadedModel, context_len: int) -> dict[str, Any]:
+    """What /get_server_info shows; no secrets."""
+    settings = asdict(replace(args, api_key=None))
+    settings.pop("api_key")
+    settings["hicache"] = {
+        name: getattr(value, "value", value)
+        if not hasattr(value, "__fspath__")
+        else os.fspath(value)
+        for name, value in settings["hicache"].items()
+    }
+    return {
+        "engine": "embedded",
+        "jax_version": metadata.version("jax"),
+        "settings": settings,
+        "model": {
+            "id": model.model_id,
+            "version": model.model_version,
+            "context_length": context_len,
+            "vocab_size": model.tokenizer.vocab_size,
+            "num_layers": model.config.num_layers,
+            "kv_bytes_per_token": model.config.kv_bytes_per_token(args.dtype),
+        },
+        "platform": jax.default_backend(),
+    }
