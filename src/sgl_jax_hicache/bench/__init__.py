@@ -1,0 +1,1 @@
+"""Benchmarks; each prints its command, machine and versions with its figures."""
