@@ -139,6 +139,26 @@ def test_one_page_that_fails_does_not_fail_its_neighbours(tmp_path: Path) -> Non
     assert LocalFileStorage(tmp_path, SPACE).set(KEYS, PAGES) == [True] * 4
 
 
+def test_fsync_brackets_the_rename(tmp_path: Path) -> None:
+    """The bytes reach the disk before the name does, and the name before the page counts as stored."""
+    calls: list[str] = []
+
+    class RecordingOps(FileOps):
+        def fsync(self, fd: int) -> None:
+            calls.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+            super().fsync(fd)
+
+        def replace(self, source: str, target: str, folder_fd: int) -> None:
+            calls.append("rename")
+            super().replace(source, target, folder_fd)
+
+    LocalFileStorage(tmp_path, SPACE, fsync=True, ops=RecordingOps()).set(KEYS[:1], PAGES[:1])
+    assert calls == ["file", "rename", "folder"]
+    calls.clear()
+    LocalFileStorage(tmp_path, SPACE, ops=RecordingOps()).set(KEYS[1:2], PAGES[1:2])
+    assert calls == ["rename"]
+
+
 def test_fsync_failing_means_not_stored(tmp_path: Path) -> None:
     failing = LocalFileStorage(tmp_path, SPACE, fsync=True, ops=FailingOps(fsync=errno.EIO))
     assert failing.set(KEYS[:1], PAGES[:1]) == [False]
