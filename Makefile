@@ -1,10 +1,12 @@
 # Everything a person or CI runs. `make` alone lists it.
 
-# The first interpreter that is new enough; `make test PYTHON=python3.12` picks another (and rebuilds .venv for it).
-PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
-VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 VENV ?= .venv
+# The interpreter of the environment that is there, else the first that is new enough. `make test PYTHON=python3.12` picks
+# another, and rebuilds the environment for it.
+PYTHON ?= $(if $(wildcard $(VENV)/.installed-*),$(VENV)/bin/python,$(shell \
+	for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done))
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed-$(VERSION)
 
