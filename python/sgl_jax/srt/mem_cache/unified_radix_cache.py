@@ -116,9 +116,9 @@ class UnifiedRadixCache:
         device_len = usable_prefix(self._tree.components, path, hit_len, with_host=False)
         path = self._tree.cut(path, hit_len)
         device_path = self._tree.cut(path, device_len)
-        self._tree.touch(path)
         device_node = device_path[-1] if device_path else root
         host_node = path[-1] if path else root
+        self._tree.touch(host_node)
         slots = self._tree.device_slots(device_path)
         return MatchResult(slots, device_node, host_node, host_node, hit_len - device_len)
 
@@ -146,9 +146,10 @@ class UnifiedRadixCache:
             parent = path[-1] if path else self.root_node
             slots = params.value[start : len(key) // self._codec.token_bytes]
             path.append(self._tree.add_device_leaf(parent, namespace, rest, slots))
-        self._tree.touch(path)
+        last_node = path[-1] if path else self.root_node
+        self._tree.touch(last_node)
         self._tree.write_through(path)
-        return InsertResult(prefix_len, path[-1] if path else self.root_node)
+        return InsertResult(prefix_len, last_node)
 
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
         """A request ends. Its tokens [0, kept) go into the tree, [kept, committed) are freed; its lock is released.

@@ -27,7 +27,7 @@ from .errors import InvariantError
 from .host_pool.base import HostKVPool
 from .metrics import HiCacheMetrics
 from .page_key import PageHasher
-from .storage.base import HiCacheStorage
+from .storage.base import HiCacheStorage, PageBytes
 from .transfer import PageTransfer, StagedPages
 from .types import (
     ComponentKind,
@@ -295,10 +295,12 @@ class HiCacheController:
         def run() -> list[bool]:
             assert io.storage is not None
             found = io.storage.get(page_keys)
-            pages = found[: found.index(None)] if None in found else found
-            io.host_pool.write_bytes(
-                host_pages[: len(pages)], [page for page in pages if page is not None]
-            )
+            pages: list[PageBytes] = []
+            for page in found:
+                if page is None:
+                    break
+                pages.append(page)
+            io.host_pool.write_bytes(host_pages[: len(pages)], pages)
             return [index < len(pages) for index in range(len(host_pages))]
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.READ))

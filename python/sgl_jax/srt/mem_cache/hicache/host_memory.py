@@ -134,7 +134,8 @@ def _zeros(
     shape: tuple[int, ...], word: np.dtype[np.unsignedinteger], sharding: SingleDeviceSharding
 ) -> jax.Array:
     """Made in host memory: a slab is usually larger than what the device has free."""
-    return jax.device_put(jnp.zeros(shape, word), sharding)
+    zeros: jax.Array = jax.device_put(jnp.zeros(shape, word), sharding)
+    return zeros
 
 
 def _write_rows(slab: jax.Array, rows: jax.Array, pages: tuple[jax.Array, ...]) -> jax.Array:

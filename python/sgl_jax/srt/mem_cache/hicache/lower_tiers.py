@@ -104,7 +104,7 @@ class LowerTiers:
 
         First the least recently used nodes that are on the device too (nothing is lost), then nodes whose pages storage
         has or, when no storage can take them, that nothing can save. Nodes in transfer and nodes with children below
-        are passed over. Of the last victim only as many pages go as are needed, from its end.
+        are passed over. Of a host-only node only as many pages go as are needed, from its end.
         """
         component, pool = self._components[kind], self.controller.host_pool(kind)
         short = num_pages - pool.num_free
@@ -122,7 +122,8 @@ class LowerTiers:
             if writable and not on_device and not component.host.stored[pages].all():
                 dirty.append(node)
             elif not pool.is_locked(pages).any():
-                clean.append(HostVictim(node, max(len(pages) - short, 0)))
+                # A node on the device is not cut: that would change its place in the order of device eviction.
+                clean.append(HostVictim(node, 0 if on_device else max(len(pages) - short, 0)))
                 short -= len(pages)
         return HostVictims(tuple(clean), tuple(dirty))
 
@@ -146,6 +147,7 @@ class LowerTiers:
     def drop_host(self, component: TreeComponent, node: TreeNode) -> None:
         """Take the node's host pages, whatever uses them now: a transfer under way keeps them until it ends."""
         pages = component.host.detach(node)
+        node.data[component.index].in_storage = bool(component.host.stored[pages].all())
         self._count_dropped(component, node, pages)
         self.controller.evict_callback(component.kind, pages)
 

@@ -94,6 +94,7 @@ class TieredTree:
         walk = self.tree.walk(namespace, key)
         if walk.partial is not None:
             walk.path.append(self.split(walk.partial, walk.partial_tokens))
+            self.touch(walk.path[-1])
         return walk.path
 
     def cut(self, path: list[TreeNode], num_tokens: int) -> list[TreeNode]:
@@ -114,10 +115,10 @@ class TieredTree:
             component.split(upper, node)
         return upper
 
-    def touch(self, path: Sequence[TreeNode]) -> None:
-        """The prefix along `path` was used."""
+    def touch(self, node: TreeNode) -> None:
+        """The prefix that ends at `node` was used."""
         for component in self.components:
-            component.touch(path)
+            component.touch(node)
 
     def device_slots(self, path: Sequence[TreeNode]) -> Int32Array:
         """int32[tokens of path] device slots, a copy."""
@@ -271,8 +272,10 @@ class TieredTree:
             self.settle()
 
     def _is_stored(self, node: TreeNode) -> bool:
-        pages = node.data[self.full.index].host_pages
-        return pages is not None and bool(self.full.host.stored[pages].all())
+        data = node.data[self.full.index]
+        if data.host_pages is None:
+            return data.in_storage
+        return bool(self.full.host.stored[data.host_pages].all())
 
     def _push_down(self, node: TreeNode) -> bool:
         """Start the next step of a node on its way to storage; False if it cannot go on now."""
@@ -309,7 +312,7 @@ class TieredTree:
             node.data[self.full.index].page_keys = list(page_keys[known:])
             self.tiers.adopt(self.full, node, host_pages[known:].copy())
             path.append(node)
-        self.touch(path)
+        self.touch(path[-1])
         return True
 
     def alloc_host(self, num_pages: int) -> Int32Array:

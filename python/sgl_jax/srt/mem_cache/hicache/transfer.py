@@ -86,7 +86,7 @@ class PageTransfer:
         buffers = self._grouped_arrays()
         pages: list[Stacks] = []
         for run in split_by_powers_of_two(len(rows), self.chunk_pages):
-            index = self._placement.index(rows[run].copy(), dp_rank)
+            index = self._placement.index(rows[run], dp_rank)
             program = self._placement.gather_program(run.stop - run.start)
             pages.extend(program(index, buffers))
         return StagedPages(dp_rank, tuple(pages))
@@ -129,7 +129,7 @@ class PageTransfer:
             )
         program = self._placement.scatter_program()
         for run in split_by_powers_of_two(len(rows), self.chunk_pages):
-            index = self._placement.index(rows[run].copy(), dp_rank)
+            index = self._placement.index(rows[run], dp_rank)
             # Every chunk is put back at once: if a later one raises, the engine still holds live buffers.
             self._put_back(program(index, self._grouped_arrays(), staged.pages[run]))
 

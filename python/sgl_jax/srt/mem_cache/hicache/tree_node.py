@@ -27,13 +27,14 @@ class ComponentData:
 
     device_slots: int32[num_tokens] or None; host_pages: int32[num_pages] or None (their bytes may still be on the way:
     the host pool knows); page_keys: storage keys of the node's pages, computed once; device_lock: how many users keep
-    the device part.
+    the device part; in_storage: storage had every page when the host copy was dropped (a hint, for a flush).
     """
 
     device_slots: Int32Array | None = None
     host_pages: Int32Array | None = None
     page_keys: list[PageKey] | None = None
     device_lock: int = 0
+    in_storage: bool = False
 
 
 class TreeNode:

@@ -103,8 +103,8 @@ class TreeComponent(ABC):
         """Undo one `lock` of the same node; return tokens that became evictable."""
 
     @abstractmethod
-    def touch(self, path: Sequence[TreeNode]) -> None:
-        """The prefix along `path` was used."""
+    def touch(self, node: TreeNode) -> None:
+        """The prefix that ends at `node` was used."""
 
     @abstractmethod
     def check_invariants(self, nodes: Iterable[TreeNode]) -> None:

@@ -18,7 +18,7 @@ from ..page_key import PageHasher
 from ..tree_node import ComponentData, TreeNode
 from ..types import ComponentKind, PageKey
 from .base import BackupPlan, PrefetchPlan, PrefetchRequest, StorePlan, TreeComponent
-from .residency import DeviceResidency, HostResidency, deepest_first
+from .residency import DeviceResidency, HostResidency
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -167,11 +167,11 @@ class FullComponent(TreeComponent):
         """Unlock the whole path, deepest first."""
         return sum(self.device.unlock(above) for above in node.ancestors())
 
-    def touch(self, path: Sequence[TreeNode]) -> None:
+    def touch(self, node: TreeNode) -> None:
         """Every node of the path is used, the deepest first."""
-        for node in deepest_first(path):
-            self.device.touch(node)
-            self.host.touch(node)
+        for above in node.ancestors():
+            self.device.touch(above)
+            self.host.touch(above)
 
     def check_invariants(self, nodes: Iterable[TreeNode]) -> None:
         """F1 to F3, and the residencies' own."""

@@ -8,7 +8,7 @@ its children and the oldest node has no resident child.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
@@ -213,6 +213,7 @@ class HostResidency:
     def split(self, upper: TreeNode, lower: TreeNode, num_upper_pages: int) -> None:
         """`lower` was cut: its first pages go to `upper`."""
         data, above = self._data(lower), self._data(upper)
+        above.in_storage = data.in_storage
         if data.host_pages is None:
             return
         above.host_pages = data.host_pages[:num_upper_pages].copy()
@@ -279,8 +280,3 @@ class HostResidency:
 
     def _data(self, node: TreeNode) -> ComponentData:
         return node.data[self._index]
-
-
-def deepest_first(path: Iterable[TreeNode]) -> Iterator[TreeNode]:
-    """A path in the order in which its nodes must be touched, so that parents end up younger than children."""
-    return reversed(list(path))
