@@ -23,15 +23,20 @@ import numpy.typing as npt
 
 from .forward_batch import ForwardBatch, ForwardItem, ForwardMode, SamplingParams, StepOutput
 from .layers.basic import linear, rms_norm, rope_tables
-from .layers.decoder_layer import LayerParams, decoder_layer
+from .layers.decoder_layer import decoder_layer
 from .layers.paged_attention import TileMeta, block_pages, page_table_width
 from .memory_pool import KVPool
 from .model_config import ModelConfig
 from .sampler import SamplingRows, chosen_logprobs, greedy_tokens, sample_tokens, sampling_rows
 from .weights.params import ModelParams
 
-DEFAULT_TILES = (32, 256)
+DEFAULT_TILES = (32, 64, 256)
 _BATCH_BUCKETS = (8, 32, 128)
+
+
+# Compiled once per model config and shape, for all runners of the process.
+_layer = jax.jit(decoder_layer, static_argnums=(0, 1), donate_argnums=(3, 4))
+_top_k = jax.jit(jax.lax.top_k, static_argnums=1)
 
 
 class _HostTile(NamedTuple):
@@ -73,15 +78,6 @@ class ModelRunner:
         # Indices 0 .. max_running_requests belong to requests, the last entry takes what padding rows sample.
         self._scratch_idx = max_running_requests + 1
         self._last_tokens = jnp.zeros(max_running_requests + 2, jnp.int32)
-        self._layer = jax.jit(
-            partial(decoder_layer, config, kv_pool.page_size), donate_argnums=(1, 2)
-        )
-        self._embed_tokens = jax.jit(partial(_embed_tokens, config))
-        self._embed_last = jax.jit(partial(_embed_last, config))
-        self._greedy_head = jax.jit(partial(_greedy_head, config), donate_argnums=(4,))
-        self._sampling_head = jax.jit(partial(_sampling_head, config), donate_argnums=(4,))
-        self._top_logprobs = jax.jit(jax.lax.top_k, static_argnums=1)
-        self._keep_row = jax.jit(_keep_row, donate_argnums=0)
 
     def dispatch(self, batch: ForwardBatch) -> StepOutput:
         """Enqueues one step and returns its outputs as futures; the pool's buffers are rebound before it returns.
@@ -143,8 +139,8 @@ class ModelRunner:
         longest = max(item.prefix_len for item in batch.items) + 1
         tile.num_blocks[...] = self._blocks_for(longest)
         meta = jax.device_put(tile)
-        hidden, tables = self._embed_last(
-            self._params.embed, self._last_tokens, jax.device_put(indices), meta.positions
+        hidden, tables = _embed_last(
+            self.config, self._params.embed, self._last_tokens, jax.device_put(indices), meta.positions
         )
         return self._run_layers(hidden, TileMeta(*meta, *tables))
 
@@ -158,7 +154,7 @@ class ModelRunner:
             if kept is None:
                 shape = (self._padded(len(batch.items)), self.config.hidden_size)
                 kept = jnp.zeros(shape, jnp.float32)
-            kept = self._keep_row(kept, hidden, np.int32(row), np.int32(last_row))
+            kept = _keep_row(kept, hidden, np.int32(row), np.int32(last_row))
         return kept
 
     def _extend_item(self, item: ForwardItem) -> tuple[jax.Array, int]:
@@ -175,8 +171,8 @@ class ModelRunner:
             tile.page_table[0, : len(item.page_table)] = item.page_table
             tile.num_blocks[...] = self._blocks_for(first + length)
             meta = jax.device_put(tile)
-            hidden, tables = self._embed_tokens(
-                self._params.embed, jax.device_put(tokens), meta.positions
+            hidden, tables = _embed_tokens(
+                self.config, self._params.embed, jax.device_put(tokens), meta.positions
             )
             hidden = self._run_layers(hidden, TileMeta(*meta, *tables))
         return hidden, length - 1
@@ -205,9 +201,11 @@ class ModelRunner:
         )
 
     def _run_layers(self, hidden: jax.Array, meta: TileMeta) -> jax.Array:
-        buffers = self.kv_pool.kv_buffer
+        buffers, page_size = self.kv_pool.kv_buffer, self.kv_pool.page_size
         for index, params in enumerate(self._params.layers):
-            buffers[index], hidden = self._layer(params, buffers[index], hidden, meta)
+            buffers[index], hidden = _layer(
+                self.config, page_size, params, buffers[index], hidden, meta
+            )
         return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: jax.Array | None) -> StepOutput:
@@ -221,16 +219,16 @@ class ModelRunner:
             if item.wants_token:
                 targets[row] = item.req_pool_idx
         params, settings = self._params, [item.sampling for item in batch.items]
-        arguments = (params.final_norm, params.lm_head, hidden, targets, self._last_tokens)
+        arguments = (self.config, params.final_norm, params.lm_head, hidden, targets, self._last_tokens)
         if all(s.temperature <= 0 for s in settings):
-            tokens, chosen, logprobs, self._last_tokens = self._greedy_head(*arguments)
+            tokens, chosen, logprobs, self._last_tokens = _greedy_head(*arguments)
         else:
             rows = self._sampling_rows(batch.items, num_rows)
-            tokens, chosen, logprobs, self._last_tokens = self._sampling_head(*arguments, rows)
+            tokens, chosen, logprobs, self._last_tokens = _sampling_head(*arguments, rows)
         wanted = max(item.top_logprobs_num for item in batch.items)
         top = None
         if wanted > 0:
-            values, ids = self._top_logprobs(logprobs, min(wanted, self.config.vocab_size))
+            values, ids = _top_k(logprobs, min(wanted, self.config.vocab_size))
             top = (ids, values)
         return StepOutput(batch, tokens, chosen, top)
 
@@ -247,6 +245,7 @@ class ModelRunner:
         return self._unseeded ^ zlib.crc32(item.rid.encode())
 
 
+@partial(jax.jit, static_argnums=0)
 def _embed_tokens(
     config: ModelConfig, embed: jax.Array, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -255,6 +254,7 @@ def _embed_tokens(
     return embed[tokens], rope_tables(positions.reshape(-1), dim, config.rope_theta)
 
 
+@partial(jax.jit, static_argnums=0)
 def _embed_last(
     config: ModelConfig,
     embed: jax.Array,
@@ -266,6 +266,7 @@ def _embed_last(
     return _embed_tokens(config, embed, last_tokens[indices], positions)
 
 
+@partial(jax.jit, donate_argnums=0)
 def _keep_row(kept: jax.Array, hidden: jax.Array, row: jax.Array, source: jax.Array) -> jax.Array:
     return kept.at[row].set(hidden[source])
 
@@ -273,6 +274,7 @@ def _keep_row(kept: jax.Array, hidden: jax.Array, row: jax.Array, source: jax.Ar
 HeadOutput = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=5)
 def _greedy_head(
     config: ModelConfig,
     final_norm: jax.Array,
@@ -288,6 +290,7 @@ def _greedy_head(
     return tokens, chosen, logprobs, last_tokens.at[targets].set(tokens)
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=5)
 def _sampling_head(
     config: ModelConfig,
     final_norm: jax.Array,

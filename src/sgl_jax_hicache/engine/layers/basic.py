@@ -10,19 +10,31 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+_SUM_COLUMNS = 8  # one column would become a matrix-vector product, which sums in yet another order
+
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in], plus bias [out]: [rows, out]."""
     y = jax.lax.dot_general(
         x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
     )
-    return y if bias is None else y + bias
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Scales the last axis of x to unit mean square, then by weight."""
-    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + eps) * weight
+    total = row_sums(x * x)
+    return x * jax.lax.rsqrt(total / x.shape[-1] + eps) * jnp.broadcast_to(weight, x.shape)
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+    """Sums over the last axis, kept as 1, in an order that does not depend on the number of rows.
+
+    XLA's own reduction picks its order by the whole shape; a product with ones does not.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    sums = linear(flat, jnp.ones((_SUM_COLUMNS, x.shape[-1]), jnp.float32))
+    return sums[:, :1].reshape(*x.shape[:-1], 1)
 
 
 def rope_tables(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:

@@ -93,7 +93,7 @@ def attend(
     block = pages_per_block * page_size
 
     def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
+        top, out = carry
         ids = jax.lax.dynamic_slice_in_dim(meta.page_table, i * pages_per_block, pages_per_block, 1)
         keys, values = read_pages(kv[ids])
         key_pos = i * block + jnp.arange(block, dtype=jnp.int32)
@@ -101,17 +101,18 @@ def attend(
         # A slot that nobody wrote may hold anything, NaN included, and 0 * NaN is NaN.
         written = key_pos[None, :] <= jnp.max(meta.positions, axis=1)[:, None]
         values = jnp.where(written[:, :, None, None], values, 0.0)
+        # A column of ones makes the product sum the weights too, in the order of the values.
+        values = jnp.concatenate([values, jnp.ones((*values.shape[:3], 1))], axis=-1)
         scores = jnp.einsum("shqd,sthd->shqt", flat, keys, precision=_HIGHEST) * scale
         scores = jnp.where(seen[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
         decay = jnp.exp(top - new_top)
-        total = total * decay + jnp.sum(weights, axis=-1)
         mixed = jnp.einsum("shqt,shdt->shqd", weights, values.transpose(0, 2, 3, 1), precision=_HIGHEST)
-        return new_top, total, out * decay[..., None] + mixed
+        return new_top, out * decay[..., None] + mixed
 
     shape = flat.shape[:3]
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, v_dim)))
-    _, total, out = jax.lax.fori_loop(0, meta.num_blocks, visit, start)
-    out = (out / total[..., None])[:, :, : rows * group]
+    start = (jnp.full(shape, _MASKED), jnp.zeros((*shape, v_dim + 1)))
+    _, out = jax.lax.fori_loop(0, meta.num_blocks, visit, start)
+    out = (out[..., :v_dim] / out[..., v_dim:])[:, :, : rows * group]
     return out.reshape(seqs, heads, rows, group, v_dim).transpose(0, 2, 1, 3, 4)
