@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -216,15 +215,13 @@ def test_an_idle_worker_keeps_nothing_alive(executor: TransferExecutor) -> None:
         pass
 
     page = Page()
-    seen = weakref.ref(page)
+    gone = threading.Event()
+    weakref.finalize(page, gone.set)
     executor.submit_io(io_job(1, lambda page=page: None))
+    executor.submit_device(device_job(2, finish=lambda page=page: None))
     del page
-    collect(executor, 1)
-    executor.submit_io(io_job(2, lambda: None))
-    executor.submit_io(io_job(3, lambda: None))
     collect(executor, 2)
-    gc.collect()
-    assert seen() is None
+    assert gone.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("name", sorted(ASYNC_IMPLS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -11,7 +12,9 @@ import pytest
 from page_fakes import Bytes, Rig, make_rig
 
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError, InvariantError, PageStateError
-from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostKVPool
+from sgl_jax.srt.mem_cache.hicache.host_memory import HostMemory
+from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostKVPool, HostPage, Slab
+from sgl_jax.srt.mem_cache.hicache.host_pool.page_table import HostPages
 from sgl_jax.srt.mem_cache.hicache.host_pool.registry import HOST_POOL_SCHEMES, create_host_pool
 
 WAIT_S = 20.0
@@ -277,6 +280,53 @@ def test_the_slab_is_written_in_place(rng: np.random.Generator) -> None:
     assert slab[0].is_deleted()
     assert written[0].unsafe_buffer_pointer() == address
     assert written[0].sharding.memory_kind == "pinned_host"
+
+
+class GatedArrays(HostMemory):
+    """Host arrays whose slab writes stop half way, after the old slab was donated."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig.buffers, 0, rig.transfer.chunk_pages)
+        self.armed = False
+        self.donated, self.go_on = threading.Event(), threading.Event()
+
+    def write_slab(self, slab: Slab, host_pages: HostPages, pages: Sequence[HostPage]) -> Slab:
+        written = super().write_slab(slab, host_pages, pages)
+        if self.armed:
+            self.donated.set()
+            assert self.go_on.wait(WAIT_S)
+        return written
+
+
+def test_nobody_reads_a_slab_that_is_being_replaced(rng: np.random.Generator) -> None:
+    """Scenario: a load reads a page while a backup on a worker has just donated the slab."""
+    rig = make_rig(rng, NUM_ROWS, [((4,), np.float32)])
+    arrays = GatedArrays(rig)
+    world = World(rig, create_host_pool("slab", NUM_PAGES, rig.layout, arrays))
+    ready = world.back_up([1])
+    fresh = world.pool.alloc(1)
+    assert fresh is not None
+    arrays.armed = True
+    writer = threading.Thread(target=lambda: world.put(fresh, [2]))
+    writer.start()
+    assert arrays.donated.wait(WAIT_S)
+    seen: list[Bytes] = []
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            seen.extend(world.read(ready))
+        except BaseException as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join(0.2)  # without the lock it fails by now, with it it waits
+    arrays.go_on.set()
+    for thread in (writer, reader):
+        thread.join(WAIT_S)
+    assert not failed
+    np.testing.assert_array_equal(seen, [world.row_bytes(1)])
 
 
 def test_damage_is_found(rng: np.random.Generator) -> None:

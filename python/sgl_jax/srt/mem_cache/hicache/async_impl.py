@@ -126,9 +126,8 @@ class _Workers:
             ticket, work = task
             try:
                 ticket.settle(work(), None)
-            except (
-                BaseException
-            ) as error:  # even SystemExit must not end a worker that others wait for
+            except BaseException as error:
+                # Even a SystemExit must not end a worker that others wait for.
                 ticket.settle(None, error)
             del task, ticket, work  # a waiting worker must not keep pages alive
             self._on_done()
