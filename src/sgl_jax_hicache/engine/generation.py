@@ -79,9 +79,13 @@ class Generation:
             ]
         return info
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+        return self._tokenizer.token_bytes(token_id)
+
     def token_text(self, token_id: int) -> str:
         """One token as text; parts of characters show as U+FFFD."""
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def result(self) -> dict[str, Any]:
         """The whole answer so far."""

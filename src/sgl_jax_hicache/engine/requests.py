@@ -70,6 +70,7 @@ class RequestChecker:
 
     def check(self, spec: GenerateSpec) -> CheckedRequest:
         """Raises RequestError, naming the field, for whatever cannot be served."""
+        _check_unicode(spec)
         _check_sampling(spec)
         input_ids = self._input_ids(spec)
         self._check_length(spec, len(input_ids))
@@ -119,6 +120,17 @@ class RequestChecker:
             return sampling.seed
         with self._seeds_lock:
             return int(self._seeds.integers(0, 2**31))
+
+
+def _check_unicode(spec: GenerateSpec) -> None:
+    """Half surrogates come through JSON, but can be neither tokenised nor hashed nor sent back."""
+    texts = [(spec.prompt_field, spec.text), ("rid", spec.rid), ("extra_key", spec.extra_key)]
+    texts += [("stop", stop) for stop in spec.sampling.stop]
+    for name, text in texts:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(name, f"is not valid Unicode at character {error.start}") from None
 
 
 def _check_sampling(spec: GenerateSpec) -> None:

@@ -125,21 +125,21 @@ class SchedulerThread:
                 command()
             if self._scheduler.step():
                 self._was_busy = True
+                self._expire_flush()
                 continue
             self._on_quiet()
+            self._expire_flush()
             self._wait()
 
     def _on_quiet(self) -> None:
         """No step was possible: the place for checks and for a flush."""
         if self._scheduler.busy():
-            self._expire_flush()
             return
         if self._was_busy:
             self._was_busy = False
             self._scheduler.check_idle()
         if self._flush is not None and not self._tree.has_pending_work():
             self._do_flush(self._flush)
-        self._expire_flush()
 
     def _wait(self) -> None:
         if self._tree.has_pending_work():
@@ -177,7 +177,7 @@ class SchedulerThread:
         flush.result.set_result(True)
 
     def _expire_flush(self) -> None:
-        if self._flush is not None and time.monotonic() > self._flush.deadline_s:
+        if self._flush is not None and time.monotonic() >= self._flush.deadline_s:
             flush, self._flush = self._flush, None
             flush.result.set_result(False)
 

@@ -1,0 +1,1 @@
+"""The HTTP face of the engine: /generate, the OpenAI routes, metrics and administration."""

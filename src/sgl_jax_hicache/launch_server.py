@@ -1,0 +1,99 @@
+"""`python -m sgl_jax_hicache.launch_server`: serve a model with the three-level KV cache.
+
+    python -m sgl_jax_hicache.launch_server --model-path smollm2 --hicache-storage file
+    curl -s localhost:30000/v1/chat/completions -H 'Content-Type: application/json' \
+        -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+
+A wrong flag ends with one line and status 2 before the model loads.
+"""
+
+from __future__ import annotations
+
+from sgl_jax_hicache import overlay
+
+overlay.activate()
+
+import argparse  # noqa: E402 - the overlay comes first, in spawned processes too
+import logging  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError  # noqa: E402
+from sgl_jax_hicache.engine.engine_args import (  # noqa: E402
+    ENGINES,
+    ArgumentError,
+    EngineArgs,
+    OneLineParser,
+)
+
+_PROG = "sgl_jax_hicache.launch_server"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag of the launcher."""
+    parser = OneLineParser(prog=_PROG, description="Serve a model with a three-level KV cache.")
+    parser.add_argument(
+        "--engine",
+        default=ENGINES[0],
+        metavar="{" + ",".join(ENGINES) + "}",
+        help="embedded: the compact engine of this package; sgl-jax: the installed engine",
+    )
+    EngineArgs.add_cli_args(parser)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> EngineArgs:
+    """Settings from a command line. Raises ArgumentError or HiCacheConfigError."""
+    namespace = build_parser().parse_args(argv)
+    if namespace.engine == "sgl-jax":
+        raise ArgumentError(
+            "--engine sgl-jax: not available in this release; use --engine embedded"
+        )
+    if namespace.engine not in ENGINES:
+        raise ArgumentError(
+            f"--engine {namespace.engine}: not allowed; give one of {', '.join(ENGINES)}"
+        )
+    return EngineArgs.from_cli(namespace)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal. The exit status: 0 after an orderly end, 1 if it was cut short, 2 for wrong settings."""
+    try:
+        return _serve(parse_args(argv))
+    except (ArgumentError, HiCacheConfigError) as error:
+        print(f"{_PROG}: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(args: EngineArgs) -> int:
+    # Imported late: a wrong flag is told in a blink, without jax.
+    from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
+    from sgl_jax_hicache.engine.http_server.app import create_app
+    from sgl_jax_hicache.engine.http_server.server import Server, bind, exit_on_signals
+
+    check_settings(args)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    with bind(args.host, args.port) as listener:
+        engine = build_engine(args)
+        app = create_app(engine, api_key=args.api_key, max_request_bytes=args.max_request_bytes)
+        server = Server(app, args.shutdown_deadline_s, args.log_level)
+        stopped_at_s: list[float] = []
+
+        def stop() -> None:
+            stopped_at_s.append(time.monotonic())
+            server.should_exit = True
+
+        exit_on_signals(stop)
+        print(f"listening on http://{args.host}:{listener.getsockname()[1]}", flush=True)
+        server.serve_on(listener)
+    spent_s = time.monotonic() - stopped_at_s[0] if stopped_at_s else 0.0
+    orderly = engine.shutdown(max(0.0, args.shutdown_deadline_s - spent_s))
+    return 0 if orderly else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
