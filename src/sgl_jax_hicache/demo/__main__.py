@@ -10,6 +10,7 @@ Exits with 1 if any answer differs from the one without a cache, with 2 if a ser
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,7 +57,6 @@ class Demo:
     def __init__(
         self, model: str, storage_path: Path, answer_tokens: int, console: Console
     ) -> None:
-        self._model = model
         self._storage_path = storage_path
         self._answer_tokens = answer_tokens
         self._console = console
@@ -95,7 +95,7 @@ class Demo:
             task = progress.add_task(title, total=len(script), step="starting the server")
             with (
                 ServerProcess((*self._common, *flags), self._log_path) as server,
-                closing(ChatClient(server.url, self._model)) as client,
+                closing(ChatClient(server.url)) as client,
             ):
                 for record in play(client, script, self._answer_tokens):
                     records.append(record)
@@ -117,6 +117,8 @@ class Demo:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
+    # SIGTERM unwinds like Ctrl-C, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     arguments = _parse(argv)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="hicache-demo-") as temporary:
@@ -162,7 +164,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         help="folder for the pages and the server's log (default: a temporary one)",
     )
-    parser.add_argument("--answer-tokens", type=int, default=24, help="longest answer (default 24)")
+    parser.add_argument("--answer-tokens", type=int, default=16, help="longest answer (default 16)")
     parser.add_argument(
         "--output-dir",
         type=Path,

@@ -43,12 +43,10 @@ class ChatClient:
     def __init__(
         self,
         url: str,
-        model: str,
         timeout_s: float = 120.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._http = httpx.Client(base_url=url, timeout=timeout_s, transport=transport)
-        self._model = model
 
     def close(self) -> None:
         """Close the connections."""
@@ -57,7 +55,6 @@ class ChatClient:
     def chat(self, messages: Sequence[Message], max_tokens: int) -> Answer:
         """One greedy answer, streamed. Blocks until it is complete."""
         request = {
-            "model": self._model,
             "messages": list(messages),
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -128,9 +125,5 @@ def _token_texts(choice: dict[str, Any]) -> list[str]:
 
 
 def _tiers(usage: dict[str, Any]) -> TierTokens:
-    details = usage.get("prompt_tokens_details") or {}
-    cached = {
-        tier: int(details.get(f"{tier}_tokens", details.get(tier, 0)))
-        for tier in ("device", "host", "storage")
-    }
-    return TierTokens(**cached, computed=int(usage["prompt_tokens"]) - sum(cached.values()))
+    details = usage["prompt_tokens_details"]
+    return TierTokens(**{tier.value: int(details[tier.value]) for tier in Tier})

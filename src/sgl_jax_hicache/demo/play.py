@@ -12,7 +12,7 @@ from sgl_jax.srt.mem_cache.hicache.types import Tier, TierTokens
 from .client import Answer
 from .conversations import History, Message, Turn, conversation_turns, long_prompt
 
-NUM_CONVERSATIONS = 4
+NUM_CONVERSATIONS = 3
 NUM_TURNS = 3
 NUM_LONG_PROMPTS = 2
 

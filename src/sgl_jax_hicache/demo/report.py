@@ -111,11 +111,11 @@ def commit() -> str:
 
 
 def run_table(title: str, records: Sequence[Record]) -> Table:
-    """One row per request: where its prompt tokens came from, and the time to the first token."""
+    """One row per request, in tokens: where its prompt came from, and the time to the first token."""
     table = Table(title=title, title_justify="left")
     table.add_column("request")
-    for heading in ("prompt tokens", *TIER_TITLES.values(), "first token"):
-        table.add_column(heading, justify="right")
+    for heading in ("prompt", *TIER_TITLES.values(), "first token"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for record in records:
         answer = record.answer
         counts = [getattr(answer.tiers, tier.value) for tier in TIER_TITLES]

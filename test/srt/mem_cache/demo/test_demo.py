@@ -98,7 +98,7 @@ def delta(content: str, *tokens: bytes) -> dict[str, Any]:
 
 
 def client(handler: Any) -> ChatClient:
-    return ChatClient("http://test", "m", transport=httpx.MockTransport(handler))
+    return ChatClient("http://test", transport=httpx.MockTransport(handler))
 
 
 def test_a_stream_becomes_text_tokens_and_tiers() -> None:
@@ -106,12 +106,7 @@ def test_a_stream_becomes_text_tokens_and_tiers() -> None:
 
     def handler(request: httpx.Request) -> httpx.Response:
         asked.append(json.loads(request.content))
-        details = {
-            "cached_tokens": 60,
-            "device_tokens": 10,
-            "host_tokens": 20,
-            "storage_tokens": 30,
-        }
+        details = {"cached_tokens": 60, "device": 10, "host": 20, "storage": 30, "computed": 40}
         usage = {"prompt_tokens": 100, "prompt_tokens_details": details}
         return httpx.Response(
             200,
