@@ -57,8 +57,11 @@ class _PagedKVPool:
 
     def clear(self) -> None:
         """Replaces every buffer by zeros. Engine thread only, with no step in flight."""
-        zeros = [jnp.zeros(self.buffer_shape, self.dtype) for _ in range(self.layer_num)]
-        self.kv_buffer[:] = zeros
+        # On a named device, as steps and transfers leave them: else the first step after it compiles everything anew.
+        device = jax.devices()[0]
+        self.kv_buffer[:] = [
+            jnp.zeros(self.buffer_shape, self.dtype, device=device) for _ in range(self.layer_num)
+        ]
 
 
 class MHATokenToKVPool(_PagedKVPool):
@@ -78,7 +81,11 @@ class MHATokenToKVPool(_PagedKVPool):
     ) -> None:
         packing = _packing(kv_dtype(dtype))
         super().__init__(
-            size, page_size, dtype, layer_num, (page_size, head_num * 2 // packing, packing, head_dim)
+            size,
+            page_size,
+            dtype,
+            layer_num,
+            (page_size, head_num * 2 // packing, packing, head_dim),
         )
         self.head_num = head_num
         self.head_dim = head_dim

@@ -134,7 +134,8 @@ def kv_dtype(name: str) -> np.dtype[Any]:
     if name == "float32":
         return np.dtype(np.float32)
     if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     raise ModelError(f"KV dtype {name!r} is not supported; choose float32 or bfloat16")
 
 

@@ -51,8 +51,9 @@ class _HostTile(NamedTuple):
 class ModelRunner:
     """Computes ForwardBatches.
 
-    `extend_tile_tokens`: the tile lengths a prefill chunk is cut into (the last tile is padded); `max_running_requests`:
-    the largest batch and the largest `req_pool_idx`; `max_context_len`: the longest sequence in tokens.
+    `extend_tile_tokens`: the tile lengths a prefill chunk is cut into (the last tile is padded);
+    `max_running_requests`: the largest batch and the largest `req_pool_idx`; `max_context_len`: the longest sequence,
+    in tokens.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class ModelRunner:
         self._unseeded = secrets.randbits(32)
         # Indices 0 .. max_running_requests belong to requests, the last entry takes what padding rows sample.
         self._scratch_idx = max_running_requests + 1
-        self._last_tokens = jnp.zeros(max_running_requests + 2, jnp.int32)
+        self._device = jax.devices()[0]
+        self._last_tokens = jnp.zeros(max_running_requests + 2, jnp.int32, device=self._device)
 
     def dispatch(self, batch: ForwardBatch) -> StepOutput:
         """Enqueues one step and returns its outputs as futures; the pool's buffers are rebound before it returns.
@@ -100,7 +102,8 @@ class ModelRunner:
                 self._block_on(self.dispatch(_idle_decode(num_items, settings)))
 
     def _block_on(self, output: StepOutput) -> None:
-        jax.block_until_ready((output.next_token_ids, self.kv_pool.kv_buffer))
+        for array in (output.next_token_ids, *self.kv_pool.kv_buffer):
+            array.block_until_ready()
 
     def _check(self, batch: ForwardBatch) -> None:
         num_items = len(batch.items)
@@ -138,9 +141,13 @@ class ModelRunner:
             tile.page_table[row, : len(item.page_table)] = item.page_table
         longest = max(item.prefix_len for item in batch.items) + 1
         tile.num_blocks[...] = self._blocks_for(longest)
-        meta = jax.device_put(tile)
+        meta = jax.device_put(tile, self._device)
         hidden, tables = _embed_last(
-            self.config, self._params.embed, self._last_tokens, jax.device_put(indices), meta.positions
+            self.config,
+            self._params.embed,
+            self._last_tokens,
+            jax.device_put(indices, self._device),
+            meta.positions,
         )
         return self._run_layers(hidden, TileMeta(*meta, *tables))
 
@@ -153,7 +160,7 @@ class ModelRunner:
                 continue
             if kept is None:
                 shape = (self._padded(len(batch.items)), self.config.hidden_size)
-                kept = jnp.zeros(shape, jnp.float32)
+                kept = jnp.zeros(shape, jnp.float32, device=self._device)
             kept = _keep_row(kept, hidden, np.int32(row), np.int32(last_row))
         return kept
 
@@ -170,9 +177,12 @@ class ModelRunner:
             tile.out_slots[0, :length] = item.out_slots[start : start + length]
             tile.page_table[0, : len(item.page_table)] = item.page_table
             tile.num_blocks[...] = self._blocks_for(first + length)
-            meta = jax.device_put(tile)
+            meta = jax.device_put(tile, self._device)
             hidden, tables = _embed_tokens(
-                self.config, self._params.embed, jax.device_put(tokens), meta.positions
+                self.config,
+                self._params.embed,
+                jax.device_put(tokens, self._device),
+                meta.positions,
             )
             hidden = self._run_layers(hidden, TileMeta(*meta, *tables))
         return hidden, length - 1
@@ -219,7 +229,14 @@ class ModelRunner:
             if item.wants_token:
                 targets[row] = item.req_pool_idx
         params, settings = self._params, [item.sampling for item in batch.items]
-        arguments = (self.config, params.final_norm, params.lm_head, hidden, targets, self._last_tokens)
+        arguments = (
+            self.config,
+            params.final_norm,
+            params.lm_head,
+            hidden,
+            targets,
+            self._last_tokens,
+        )
         if all(s.temperature <= 0 for s in settings):
             tokens, chosen, logprobs, self._last_tokens = _greedy_head(*arguments)
         else:
@@ -263,7 +280,9 @@ def _embed_last(
     positions: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """As _embed_tokens, for the tokens that the requests at `indices` sampled last."""
-    return _embed_tokens(config, embed, last_tokens[indices], positions)
+    dim = config.head_dim if config.mla is None else config.mla.qk_rope_head_dim
+    tables = rope_tables(positions.reshape(-1), dim, config.rope_theta)
+    return embed[last_tokens[indices]], tables
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -22,11 +22,11 @@ class SamplingRows(NamedTuple):
     temperature, top_p: float32; top_k: int32 (the vocabulary size where off); seed, step: uint32.
     """
 
-    temperature: np.ndarray | jax.Array
-    top_p: np.ndarray | jax.Array
-    top_k: np.ndarray | jax.Array
-    seed: np.ndarray | jax.Array
-    step: np.ndarray | jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+    seed: jax.Array
+    step: jax.Array
 
 
 def sampling_rows(
@@ -37,20 +37,20 @@ def sampling_rows(
     vocab_size: int,
 ) -> SamplingRows:
     """Packs the settings of a batch into arrays of `num_rows`; padding rows are greedy."""
-    rows = SamplingRows(
-        temperature=np.zeros(num_rows, np.float32),
-        top_p=np.ones(num_rows, np.float32),
-        top_k=np.full(num_rows, vocab_size, np.int32),
-        seed=np.zeros(num_rows, np.uint32),
-        step=np.zeros(num_rows, np.uint32),
+    padding = num_rows - len(settings)
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in settings]
+    return SamplingRows(
+        temperature=_padded([p.temperature for p in settings], padding, np.float32),
+        top_p=_padded([p.top_p for p in settings], padding, np.float32),
+        top_k=_padded(top_k, padding, np.int32),
+        seed=_padded([seed & 0xFFFFFFFF for seed in seeds], padding, np.uint32),
+        step=_padded(steps, padding, np.uint32),
     )
-    for i, params in enumerate(settings):
-        rows.temperature[i] = params.temperature
-        rows.top_p[i] = params.top_p
-        rows.top_k[i] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        rows.seed[i] = seeds[i] & 0xFFFFFFFF
-        rows.step[i] = steps[i]
-    return rows
+
+
+def _padded(values: Sequence[float], padding: int, dtype: type[np.generic]) -> jax.Array:
+    padded: jax.Array = jax.device_put(np.asarray([*values, *[0] * padding], dtype))
+    return padded
 
 
 def greedy_tokens(logits: jax.Array) -> jax.Array:
@@ -103,7 +103,8 @@ def _largest_cut(order: jax.Array, weights: jax.Array, needed: jax.Array) -> jax
         enough = jnp.sum(jnp.where(order >= raised, weights, 0.0)) >= needed
         return jnp.where(enough, raised, cut)
 
-    return jax.lax.fori_loop(0, 32, try_bit, lowest)
+    cut: jax.Array = jax.lax.fori_loop(0, 32, try_bit, lowest)
+    return cut
 
 
 def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """Text to token ids and back, for streaming too.
 
-Every token stands for a run of bytes, and text is those bytes as UTF-8. So a character split over several tokens is held
-back until it is complete, and no text is ever taken back once it has been sent.
+Every token stands for a run of bytes, and text is those bytes as UTF-8. So a character split over several tokens is
+held back until it is complete, and no text is ever taken back once it has been sent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from .chat_template import ChatTemplate
 from .model_config import ModelConfig, ModelError
@@ -163,7 +163,10 @@ def tokenizer_from_gguf(field: Callable[..., Any]) -> Tokenizer:
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     vocab = {token: index for index, token in enumerate(tokens)}
-    fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+    try:
+        fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"the GGUF tokenizer is inconsistent: {error}") from error
     fast.pre_tokenizer = _PRE_TOKENIZERS[split]()
     fast.decoder = decoders.ByteLevel()
     types = field("tokenizer.ggml.token_type")
@@ -175,7 +178,11 @@ def tokenizer_from_gguf(field: Callable[..., Any]) -> Tokenizer:
         [AddedToken(tokens[i], normalized=False) for i, t in enumerate(types) if t == _USER_TOKEN]
     )
     bos = field("tokenizer.ggml.bos_token_id")
-    eos = [i for i in (field("tokenizer.ggml.eos_token_id"), vocab.get("<|endoftext|>")) if i is not None]
+    eos = [
+        i
+        for i in (field("tokenizer.ggml.eos_token_id"), vocab.get("<|endoftext|>"))
+        if i is not None
+    ]
     template = field("tokenizer.chat_template")
     return Tokenizer(
         _PieceVocabulary(fast, _byte_level_bytes, special_ids),

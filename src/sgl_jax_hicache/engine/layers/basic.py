@@ -1,8 +1,9 @@
 """Linear maps, RMS norm, rotary positions and SwiGLU, all in float32.
 
-Weights are [out, in], as checkpoints store them, and are contracted over their last axis. That is not a matter of taste:
+Weights are [out, in], as checkpoints store them, and are contracted over their last axis. That is no matter of taste:
 on CPU, XLA sums such a product in the same order for any number of rows from 2 up, while with [in, out] weights it
-splits the sum for fewer than 64 rows. The KV of a token is then bit for bit the same whatever it was computed with.
+splits the sum for fewer than 64 rows, and its reductions pick their order by the whole shape. As written here, the KV
+of a token is bit for bit the same whatever chunk or batch it was computed in.
 """
 
 from __future__ import annotations

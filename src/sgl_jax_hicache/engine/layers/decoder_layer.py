@@ -22,8 +22,8 @@ def decoder_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one full-attention layer for a tile.
 
-    hidden: float32[seqs * rows, hidden_size]. The KV of the tile is written to `meta.out_slots` first and then read back
-    through the pages, so that a token attends to exactly what later steps will find. Returns (kv, hidden).
+    hidden: float32[seqs * rows, hidden_size]. The KV of the tile is written to `meta.out_slots` first and then read
+    back through the pages, so that a token attends to exactly what later steps will find. Returns (kv, hidden).
     """
     normed = rms_norm(hidden, params["input_norm"], config.rms_norm_eps)
     attention = _mha if config.mla is None else _mla
@@ -60,9 +60,7 @@ def _mha(
         return pairs[..., 0, :], pairs[..., 1, :]
 
     grouped = q.reshape(seqs, rows, kv_heads, heads // kv_heads, dim)
-    out = attend(
-        grouped, kv, read_pages, meta, page_size=page_size, v_dim=dim, scale=dim**-0.5
-    )
+    out = attend(grouped, kv, read_pages, meta, page_size=page_size, v_dim=dim, scale=dim**-0.5)
     return kv, linear(out.reshape(-1, heads * dim), params["o"], params.get("o_bias"))
 
 

@@ -1,9 +1,9 @@
 """Attention over a paged KV buffer, and the write of new rows into it.
 
-Keys are visited in blocks of about 256 tokens, taken through the page table, with a running softmax. A token at position
-p always sees the blocks 0 .. p // block in the same order and with the same sums, and a block that lies wholly in its
-future changes nothing bit for bit; so the result does not depend on the chunk, the batch or the padding that the token
-was computed with, nor on whether its prefix was computed or loaded.
+Keys are visited in blocks of about 256 tokens, taken through the page table, with a running softmax. A token at
+position p always sees the blocks 0 .. p // block in the same order and with the same sums, and a block that lies wholly
+in its future changes nothing bit for bit; so the result does not depend on the chunk, the batch or the padding that the
+token was computed with, nor on whether its prefix was computed or loaded.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ def write_rows(kv: jax.Array, rows: jax.Array, index: tuple[jax.Array, ...]) -> 
     if kv.dtype == jnp.float32:
         return kv.at[index].set(rows)
     lead = (1,) * len(index)
-    tail = (0,) * (kv.ndim - len(index))
+    tail = [jnp.int32(0)] * (kv.ndim - len(index))
 
     def write_one(i: jax.Array, buffer: jax.Array) -> jax.Array:
-        start = (*(axis[i] for axis in index), *tail)
+        start = [*(axis[i] for axis in index), *tail]
         return jax.lax.dynamic_update_slice(buffer, rows[i].reshape(*lead, *rows.shape[1:]), start)
 
-    return jax.lax.fori_loop(0, rows.shape[0], write_one, kv)
+    written: jax.Array = jax.lax.fori_loop(0, rows.shape[0], write_one, kv)
+    return written
 
 
 def attend(
@@ -108,11 +109,12 @@ def attend(
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.where(seen[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
         decay = jnp.exp(top - new_top)
-        mixed = jnp.einsum("shqt,shdt->shqd", weights, values.transpose(0, 2, 3, 1), precision=_HIGHEST)
+        columns = values.transpose(0, 2, 3, 1)
+        mixed = jnp.einsum("shqt,shdt->shqd", weights, columns, precision=_HIGHEST)
         return new_top, out * decay[..., None] + mixed
 
     shape = flat.shape[:3]
     start = (jnp.full(shape, _MASKED), jnp.zeros((*shape, v_dim + 1)))
-    _, out = jax.lax.fori_loop(0, meta.num_blocks, visit, start)
+    out: jax.Array = jax.lax.fori_loop(0, meta.num_blocks, visit, start)[1]
     out = (out[..., :v_dim] / out[..., v_dim:])[:, :, : rows * group]
     return out.reshape(seqs, heads, rows, group, v_dim).transpose(0, 2, 1, 3, 4)

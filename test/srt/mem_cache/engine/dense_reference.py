@@ -16,9 +16,9 @@ Array = np.ndarray[Any, Any]
 
 
 def dense_logprobs(
-    config: ModelConfig, tensor: Callable[[str], Array], token_ids: Sequence[int]
+    config: ModelConfig, tensor: Callable[[str], Array], token_ids: Sequence[int], last: int = 0
 ) -> Array:
-    """Log probabilities [tokens, vocab] of the next token after each prefix."""
+    """Log probabilities [tokens, vocab] of the next token after each prefix, or after the `last` longest ones."""
 
     def get(name: str) -> Array:
         return np.asarray(tensor(name), np.float64)
@@ -36,7 +36,7 @@ def dense_logprobs(
         normed = _norm(config, x, layer("post_attention_layernorm.weight"))
         gate, up = normed @ layer("mlp.gate_proj.weight").T, normed @ layer("mlp.up_proj.weight").T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer("mlp.down_proj.weight").T
-    tied = config.tie_word_embeddings
+    x, tied = x[-last:], config.tie_word_embeddings
     head = get("model.embed_tokens.weight" if tied else "lm_head.weight")
     logits = _norm(config, x, get("model.norm.weight")) @ head.T
     shifted = logits - logits.max(-1, keepdims=True)

@@ -115,16 +115,8 @@ class Harness:
     def kv(self, sequence: Request, start: int, stop: int) -> list[np.ndarray[Any, Any]]:
         """Copies of the KV rows of positions start .. stop-1, one array per layer."""
         slots = self.slots(sequence, start, stop)
-        rows = []
-        for buffer in self.pool.kv_buffer:
-            host = np.array(buffer)
-            flat = host.reshape(host.shape[0], -1)
-            if len(self.pool.row_shape) == 4 or self.pool.dtype.itemsize == 4:
-                tokens = host.reshape(host.shape[0] * self.page_size, -1)
-                rows.append(tokens[slots])
-            else:
-                rows.append(flat[slots // self.page_size])
-        return rows
+        num_slots = self.pool.num_pages * self.page_size
+        return [np.array(buffer).reshape(num_slots, -1)[slots] for buffer in self.pool.kv_buffer]
 
 
 def all_logprobs(output: StepOutput, row: int) -> np.ndarray[Any, Any]:

@@ -44,8 +44,10 @@ def test_prefill_and_decode_match_the_dense_reference(name: str) -> None:
     np.testing.assert_allclose(chosen, want.max(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("tiny-mha", 16), ("tiny-gqa", 16), ("tiny-mla", 16), ("tiny-mha", 1), ("tiny-mla", 64)],
+)
 def test_kv_is_bit_identical_over_chunkings(name: str, page_size: int) -> None:
     ids = prompt(300)
     rows, logprobs = [], []
@@ -148,7 +150,7 @@ def test_bfloat16_pools_are_chunking_independent_and_close(name: str) -> None:
     ids = prompt(200)
     results = []
     for chunk in (200, 48):
-        h = harness(name, dtype="bfloat16")
+        h = harness(name, dtype="bfloat16", tiles=(32, 64))
         request = h.new(256, idx=0)
         for start in range(0, len(ids), chunk):
             out = h.extend(request, ids[start : start + chunk], top_logprobs_num=300)
@@ -166,11 +168,11 @@ def test_bfloat16_pools_are_chunking_independent_and_close(name: str) -> None:
 def test_greedy_continuations_depend_on_the_first_token(name: str) -> None:
     h = harness(name, size=16384)
     changed = 0
-    for seed in range(12):
+    for seed in range(8):
         ids = prompt(200, seed)
         other = [(ids[0] + 1) % 256, *ids[1:]]
         changed += h.generate(ids, 16) != h.generate(other, 16)
-    assert changed >= 11
+    assert changed >= 7
 
 
 def test_a_seed_repeats_a_stream_whatever_the_batch() -> None:
