@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _MAX_CHUNK_BYTES = 32 << 20
 _MAX_CHUNK_PAGES = 64
-_MAX_CHUNK_MOVES = 256
+_MAX_CHUNK_MOVES = 128
 
 
 def max_chunk_pages(page_bytes: int, num_buffers: int) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .async_impl import Completion, DeviceJob, IoJob, IoLane, TransferExecutor
+from .chunks import bucket_sizes
 from .errors import InvariantError
 from .host_pool.base import HostKVPool
 from .metrics import HiCacheMetrics
@@ -165,9 +166,19 @@ class HiCacheController:
         return not waiting or waiting + self._num_bytes(kind, num_pages) <= self._max_backup_bytes
 
     def precompile(self) -> None:
-        """Compile every gather and scatter size. At start only; writes nothing but each rank's sentinel page."""
+        """Compile everything a transfer needs, in every size. At start only, with empty pools; writes nothing but each
+        rank's sentinel page."""
         for io in self._io.values():
             io.transfer.precompile(io.transfer.chunk_pages)
+            for num_pages in bucket_sizes(io.transfer.chunk_pages):
+                host_pages = io.host_pool.alloc(num_pages)
+                if host_pages is None:
+                    break
+                staged = io.transfer.gather(np.zeros(num_pages, np.int32))
+                io.host_pool.put(host_pages, io.transfer.to_host(staged))
+                io.host_pool.mark_ready(host_pages)
+                io.transfer.to_device(io.host_pool.get(host_pages))
+                io.host_pool.free(host_pages)
 
     def report(self, metrics: HiCacheMetrics) -> None:
         """Bring gauges and storage counters up to date."""
