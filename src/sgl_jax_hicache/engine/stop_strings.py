@@ -20,7 +20,7 @@ class StopStringMatcher:
         """The stop string that this token completed, the earliest in the text; or None."""
         self._tail += self._detokenizer.push(token_id)
         found = earliest_stop(self._tail, self._stops)
-        self._tail = self._tail[len(self._tail) - self._keep_len :] if self._keep_len else ""
+        self._tail = self._tail[-self._keep_len :] if self._keep_len else ""
         return found[1] if found else None
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
+from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
 
 VOCAB_SIZE = 256  # every token is a byte, so that text can be made of them
 _EMPTY = -1
@@ -100,3 +102,26 @@ class FakeRunner:
         if item.wants_token:
             self.last_token[item.req_pool_idx] = token
         return token
+
+
+class PooledFakeRunner(FakeRunner):
+    """The fake model over a real device pool: what transfers bring there is what it reads.
+
+    A token's KV is (token, position) in the first key and value number of its slot. Each step replaces the buffer and
+    deletes the old one, as a donating step does.
+    """
+
+    def __init__(self, pool: MHATokenToKVPool, **hooks: Any) -> None:
+        self.pool = pool
+        super().__init__(pool.size + pool.page_size, pool.page_size, **hooks)
+
+    def dispatch(self, batch: ForwardBatch) -> StepOutput:
+        """One step on the pool's buffer."""
+        old = self.pool.kv_buffer[0]
+        rows = np.array(old)
+        self.kv = rows[..., 0, 0].reshape(-1, 2).astype(np.int64)
+        output = super().dispatch(batch)
+        rows[..., 0, 0] = self.kv.reshape(rows.shape[:3])
+        self.pool.kv_buffer[0] = jax.device_put(rows, old.sharding)
+        old.delete()
+        return output

@@ -29,8 +29,8 @@ WAIT_S = 20.0
 class EngineWorld:
     """A running engine whose steps a test can hold back.
 
-    `gate` holds the results of steps from `gate_from` on; `dispatched` is set by every step; `aborted` once an abort was
-    asked for; `released` once a request has left the scheduler.
+    `gate` holds the results of steps from `gate_from` on; `dispatched` is set by every step; `aborted` once an abort
+    was asked for; `released` once a request has left the scheduler.
     """
 
     def __init__(self, *, max_queued_requests: int = 16, page_size: int = 4) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from engine_fakes import FakeRunner
+from engine_fakes import FakeRunner, PooledFakeRunner
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
@@ -14,6 +15,7 @@ from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
 from sgl_jax_hicache.engine.engine_metrics import EngineMetrics
 from sgl_jax_hicache.engine.forward_batch import SamplingParams
+from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
 from sgl_jax_hicache.engine.outputs import OutputChunk
 from sgl_jax_hicache.engine.req import GenerateRequest
 from sgl_jax_hicache.engine.req_to_token_pool import ReqToTokenPool
@@ -45,11 +47,14 @@ class Client:
 
 
 def radix_tree(
-    rows: ReqToTokenPool, allocator: PagedTokenToKVPoolAllocator, page_size: int
+    rows: ReqToTokenPool,
+    allocator: PagedTokenToKVPoolAllocator,
+    page_size: int,
+    config: HiCacheConfig | None = None,
 ) -> UnifiedRadixCache:
-    """The real prefix cache, with HiCache off: the fake runner has no buffers to copy."""
+    """The real prefix cache; HiCache is off by default, because the plain fake runner has no buffers to copy."""
     return build_unified_radix_cache(
-        HiCacheConfig(),
+        config or HiCacheConfig(),
         req_to_token_pool=rows,
         token_to_kv_pool_allocator=allocator,
         page_size=page_size,
@@ -70,11 +75,19 @@ class SchedulerWorld:
         overlap: bool = True,
         reserve: float = 0.5,
         tree: TreeFactory = radix_tree,
+        hicache: HiCacheConfig | None = None,
         **runner: Any,
     ) -> None:
+        """With `hicache` the runner works on a real device pool, and the tree has lower tiers."""
         size = num_pages * page_size
-        self.runner = FakeRunner(size + page_size, page_size, **runner)
-        self.allocator = PagedTokenToKVPoolAllocator(size, page_size, kvcache=None)
+        pool = None
+        if hicache is None:
+            self.runner = FakeRunner(size + page_size, page_size, **runner)
+        else:
+            pool = MHATokenToKVPool(size, page_size, "float32", 1, 2, 1)
+            self.runner = PooledFakeRunner(pool, **runner)
+            tree = partial(tree, config=hicache)
+        self.allocator = PagedTokenToKVPoolAllocator(size, page_size, kvcache=pool)
         self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
         self.tree = tree(self.rows, self.allocator, page_size)
         self.metrics = EngineMetrics()
@@ -103,6 +116,8 @@ class SchedulerWorld:
             if not self.scheduler.busy():
                 self.scheduler.check_idle()
                 return
+            if self.tree.has_pending_work():
+                self.tree.wait_events(0.0)
         raise AssertionError(f"{self.scheduler.num_requests} requests never ended")
 
     def step(self, times: int = 1) -> None:
