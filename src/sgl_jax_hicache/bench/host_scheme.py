@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import shlex
 import sys
 import time
@@ -42,6 +40,7 @@ from sgl_jax.srt.mem_cache.hicache.host_pool.registry import (  # noqa: E402
 )
 from sgl_jax.srt.mem_cache.hicache.transfer import PageTransfer, StagedPages  # noqa: E402
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind, TransferId  # noqa: E402
+from sgl_jax_hicache.provenance import commit, machine  # noqa: E402
 
 _WAIT_S = 120.0
 
@@ -228,16 +227,15 @@ def make_row(
     )
 
 
-def machine() -> dict[str, object]:
+def setup() -> dict[str, object]:
     """Where and with what this ran."""
     device = jax.devices()[0]
+    command = shlex.join(["python", "-m", "sgl_jax_hicache.bench.host_scheme", *sys.argv[1:]])
     return {
-        "command": shlex.join(["python", "-m", "sgl_jax_hicache.bench.host_scheme", *sys.argv[1:]]),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
+        "command": command,
         "device": f"{device.platform} {device.device_kind}",
+        "commit": commit(),
+        **machine(),
     }
 
 
@@ -266,7 +264,7 @@ def main() -> None:
         WORKLOADS, sorted(HOST_POOL_SCHEMES), sorted(ASYNC_IMPLS)
     ):
         rows += measure(workload, scheme, executor, args.repeats)
-    about = machine()
+    about = setup()
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     print(
         "submit ms: engine thread time of gather + submit, or of submit + scatter (future: copies too)"

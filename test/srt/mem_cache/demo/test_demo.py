@@ -17,8 +17,9 @@ from sgl_jax_hicache.demo.client import Answer, ChatClient
 from sgl_jax_hicache.demo.conversations import Message, conversation_turns, document, long_prompt
 from sgl_jax_hicache.demo.play import LongPrompt, Record, Step, mismatches, play
 from sgl_jax_hicache.demo.plot import write_plot
-from sgl_jax_hicache.demo.report import Findings, commit, write_json
+from sgl_jax_hicache.demo.report import Findings, write_json
 from sgl_jax_hicache.demo.server_process import ServerFailedError, ServerProcess
+from sgl_jax_hicache.provenance import commit
 
 
 def answer(text: str = "x", ttft_s: float = 0.1, **tiers: int) -> Answer:
