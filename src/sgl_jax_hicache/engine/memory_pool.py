@@ -4,6 +4,8 @@ A pool owns one buffer per layer in the Python list `kv_buffer`. The list is cha
 buffers and puts the new ones at the same index, so read `kv_buffer[i]` afresh and keep no reference (nor a numpy view:
 on CPU a live view turns the donation of its buffer into a copy). Token slot s lives in page `s // page_size` at offset
 `s % page_size`; page 0 is the sentinel that padding writes to.
+
+On CPU prefer float32: XLA reads a bfloat16 buffer there by converting all of it, in every layer of every step.
 """
 
 from __future__ import annotations

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
+import jax
 import numpy as np
 import pytest
 from dense_reference import dense_logprobs
 from runner_harness import Harness, all_logprobs
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardMode, SamplingParams
+from sgl_jax_hicache.engine.layers.decoder_layer import decoder_layer
+from sgl_jax_hicache.engine.layers.paged_attention import TileMeta
+from sgl_jax_hicache.engine.memory_pool import build_kv_pool
 from sgl_jax_hicache.engine.model_config import ModelConfig
 from sgl_jax_hicache.engine.weights import PRESET_NAMES, LoadedModel, load_model
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors
@@ -129,6 +133,27 @@ def test_steps_donate_every_buffer_and_rebind_it_in_place(name: str) -> None:
         assert all(buffer.is_deleted() for buffer in old)
         new = [buffer.unsafe_buffer_pointer() for buffer in h.pool.kv_buffer]
         assert new == addresses
+
+
+@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-mla"])
+@pytest.mark.parametrize(("seqs", "rows"), [(1, 64), (4, 1)])
+def test_a_step_makes_no_copy_of_the_pool(name: str, seqs: int, rows: int) -> None:
+    config, params = model(name).config, model(name).params
+    layer = jax.jit(partial(decoder_layer, config, 16), donate_argnums=(1, 2))
+
+    def scratch_bytes(size: int) -> int:
+        kv = build_kv_pool(config, size=size, page_size=16).kv_buffer[0]
+        ids = jax.ShapeDtypeStruct((seqs, rows), np.int32)
+        table = jax.ShapeDtypeStruct((seqs, 64), np.int32)
+        count = jax.ShapeDtypeStruct((), np.int32)
+        angles = jax.ShapeDtypeStruct((seqs * rows, 8), np.float32)
+        hidden = jax.ShapeDtypeStruct((seqs * rows, config.hidden_size), np.float32)
+        meta = TileMeta(ids, ids, table, count, angles, angles)  # type: ignore[arg-type]
+        memory = layer.lower(params.layers[0], kv, hidden, meta).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= kv.nbytes
+        return int(memory.temp_size_in_bytes)
+
+    assert scratch_bytes(1 << 16) == scratch_bytes(1 << 12)
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
