@@ -5,6 +5,7 @@ The only module that knows which class plays which part.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from .types import ComponentKind
 
 UNIFIED_RADIX_CACHE = "unified_radix_cache"
 """The name under which the cache is registered."""
+
+logger = logging.getLogger(__name__)
 
 MAX_BACKUP_BYTES = 512 * 2**20
 """Gathered copies that may wait on the device for their way to the host. Beyond it, backups are put off."""
@@ -113,6 +116,19 @@ def build_unified_radix_cache(
         executor or create_executor(config.async_impl.value),
         max_backup_bytes=MAX_BACKUP_BYTES,
         clock=clock,
+    )
+    logger.info(
+        "HiCache is on. L1 device: %d pages of %d tokens, %d bytes each. L2 host: %d pages, %.2f GiB, %s, %s. "
+        "L3 storage: %s, %s.",
+        device_pages,
+        page_size,
+        layout.page_bytes,
+        num_host_pages,
+        num_host_pages * layout.page_bytes / 2**30,
+        config.host_scheme.value,
+        config.async_impl.value,
+        f"files in {config.storage_path}" if storage is not None else "none",
+        config.write_policy.value,
     )
     token_bytes = TokenCodec(page_size, is_eagle).token_bytes
     full = FullComponent(

@@ -72,6 +72,7 @@ class LowerTiers:
         self.controller = controller
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
+        controller.report(metrics)
 
     # -- backup ------------------------------------------------------------------------------------------------------
 
