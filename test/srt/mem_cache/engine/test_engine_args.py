@@ -20,23 +20,11 @@ SRC = Path(__file__).resolve().parents[4] / "src"
 
 def test_defaults_and_values() -> None:
     assert parse_args([]) == EngineArgs()
-    args = parse_args(
-        [
-            "--model-path",
-            "random:tiny-mha:0",
-            "--page-size",
-            "64",
-            "--port",
-            "0",
-            "--disable-overlap-schedule",
-            "--decode-reserve-ratio",
-            "0.25",
-            "--hicache-storage",
-            "none",
-            "--hicache-ratio",
-            "3",
-        ]
+    line = (
+        "--model-path random:tiny-mha:0 --page-size 64 --port 0 --disable-overlap-schedule "
+        "--decode-reserve-ratio 0.25 --hicache-storage none --hicache-ratio 3"
     )
+    args = parse_args(line.split())
     assert args.page_size == 64
     assert args.disable_overlap_schedule
     assert args.decode_reserve_ratio == 0.25

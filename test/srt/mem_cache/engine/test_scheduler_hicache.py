@@ -1,4 +1,4 @@
-"""The scheduler over all three tiers: the fake model reads what the transfers brought, so a wrong byte is a wrong token."""
+"""The scheduler over all three tiers. The fake model reads what transfers brought: a wrong byte is a wrong token."""
 
 from __future__ import annotations
 
