@@ -2,8 +2,8 @@
 
 When a request arrives: what does the tree lack of its prompt (the prefetch hook says which pages)? A worker hashes
 those pages and looks them up; for those that exist host pages are made room for and filled, chunk by chunk; each
-chunk that arrives becomes a host-resident node at once. The request then hits them like any other host page. Scheduler thread
-only; nothing here blocks.
+chunk that arrives becomes a host-resident node at once. The request then hits them like any other host page.
+Scheduler thread only; nothing here blocks.
 """
 
 from __future__ import annotations
