@@ -43,8 +43,8 @@ class ForwardItem:
     """One request's part of a step.
 
     EXTEND: `token_ids` int32[n] are computed at positions prefix_len .. prefix_len+n-1 and their KV is written to
-    `out_slots` int32[n]. DECODE: n is 1 and `token_ids` is None: the input is the token this request sampled last, which
-    the runner keeps on the device by `req_pool_idx` (so that a step can be dispatched before the last one is read).
+    `out_slots` int32[n]. DECODE: n is 1 and `token_ids` is None: the input is the token this request sampled last,
+    which the runner keeps on the device by `req_pool_idx` (so a step can be dispatched before the last one is read).
     `page_table` int32[ceil((prefix_len + n) / page_size)]: pages of the whole sequence, in order.
     `wants_token`: False for a prefill chunk that is not the prompt's last.
     """
@@ -57,7 +57,8 @@ class ForwardItem:
     page_table: Int32Array
     wants_token: bool
     sampling: SamplingParams
-    num_sampled: int = 0  # tokens this request has sampled before this step (position in its random stream)
+    # Tokens this request has sampled before this step (position in its random stream).
+    num_sampled: int = 0
     top_logprobs_num: int = 0
 
     @property
