@@ -30,8 +30,8 @@ from .model_config import ModelConfig
 from .sampler import SamplingRows, chosen_logprobs, greedy_tokens, sample_tokens, sampling_rows
 from .weights.params import ModelParams
 
-DEFAULT_TILES = (32, 64, 256)
-_BATCH_BUCKETS = (8, 32, 128)
+DEFAULT_TILES = (16, 64, 256)
+_BATCH_BUCKETS = (2, 8, 32, 128)
 
 
 # Compiled once per model config and shape, for all runners of the process.
