@@ -1,7 +1,7 @@
 """The copy of step N-1's pages to the host runs while forward step N runs, with either executor.
 
-A gate inside the forward step (a host callback that waits) holds step N; the backup of the pages that step N-1 wrote must
-be complete, and right, before the gate opens.
+A gate inside the forward step (a host callback that waits) holds step N; the backup of the pages that step N-1 wrote
+must be complete, and right, before the gate opens.
 """
 
 from __future__ import annotations

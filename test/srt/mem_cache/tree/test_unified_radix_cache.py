@@ -256,7 +256,6 @@ def test_a_host_pool_smaller_than_the_device_keeps_backing_up() -> None:
         world.run(token_ids)
         world.settle()
         world.verify()
-    (storage,) = shelf.values()
     assert len(stored_keys(shelf)) == 8 * 4
     assert world.run(prompts[0]).storage == 16
     world.verify_at_rest()
@@ -283,7 +282,6 @@ def test_write_through_and_back_writes_nothing_to_storage_until_it_must() -> Non
     world = World(storage=StorageKind.FILE, policy=WritePolicy.WRITE_THROUGH_AND_BACK, shelf=shelf)
     world.run(tokens(33))
     world.settle()
-    (storage,) = shelf.values()
     assert not stored_keys(shelf)
     assert world.cache.flush_to_storage(10.0)
     assert len(stored_keys(shelf)) == 8
@@ -297,7 +295,6 @@ def test_flush_stores_more_than_the_host_can_hold_at_once() -> None:
     for i in range(3):
         world.run(tokens(17, 100 * (i + 1)))
     assert world.cache.flush_to_storage(10.0)
-    (storage,) = shelf.values()
     assert len(stored_keys(shelf)) == 12
     fresh = World(storage=StorageKind.FILE, shelf=shelf)
     assert [fresh.run(tokens(17, 100 * (i + 1))).storage for i in range(3)] == [16, 16, 16]
@@ -314,7 +311,6 @@ def test_a_node_split_while_its_backup_is_under_way_is_stored_whole() -> None:
     world.run([*tokens(39), *tokens(3, 900)], prefetch=False)
     executor.run_all()
     world.settle()
-    (storage,) = shelf.values()
     assert len(stored_keys(shelf)) == 43
     world.verify_at_rest()
 
