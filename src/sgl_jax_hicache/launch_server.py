@@ -20,6 +20,7 @@ import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError  # noqa: E402
+from sgl_jax_hicache.compilation_cache import enable_compilation_cache  # noqa: E402
 from sgl_jax_hicache.engine.engine_args import (  # noqa: E402
     ENGINES,
     ArgumentError,
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: EngineArgs) -> int:
+    enable_compilation_cache()
     # Imported late: a wrong flag is told in a blink, without jax.
     from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
     from sgl_jax_hicache.engine.http_server.app import create_app

@@ -71,7 +71,7 @@ class RequestChecker:
     def check(self, spec: GenerateSpec) -> CheckedRequest:
         """Raises RequestError, naming the field, for whatever cannot be served."""
         _check_unicode(spec)
-        _check_sampling(spec)
+        _check_sampling(spec, self._tokenizer.vocab_size)
         input_ids = self._input_ids(spec)
         self._check_length(spec, len(input_ids))
         sampling = replace(
@@ -133,7 +133,7 @@ def _check_unicode(spec: GenerateSpec) -> None:
             raise RequestError(name, f"is not valid Unicode at character {error.start}") from None
 
 
-def _check_sampling(spec: GenerateSpec) -> None:
+def _check_sampling(spec: GenerateSpec, vocab_size: int) -> None:
     sampling = spec.sampling
     if sampling.max_new_tokens < 1:
         raise RequestError(spec.max_tokens_field, f"{sampling.max_new_tokens} is less than 1")
@@ -149,9 +149,9 @@ def _check_sampling(spec: GenerateSpec) -> None:
         raise RequestError("stop", f"{len(sampling.stop)} strings; {MAX_STOPS} are allowed")
     if not all(sampling.stop):
         raise RequestError("stop", "an empty string would stop everything; remove it")
-    if not 0 <= spec.top_logprobs_num <= MAX_TOP_LOGPROBS:
+    if not 0 <= spec.top_logprobs_num <= vocab_size:
         raise RequestError(
-            "top_logprobs_num", f"{spec.top_logprobs_num} is outside [0, {MAX_TOP_LOGPROBS}]"
+            "top_logprobs_num", f"{spec.top_logprobs_num} is outside [0, {vocab_size}]"
         )
     if spec.top_logprobs_num and not spec.return_logprob:
         raise RequestError("top_logprobs_num", "needs return_logprob")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from pathlib import Path
 
 # Before jax is imported. Tests never touch an accelerator that happens to be there, unless JAX_PLATFORMS says so.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,11 +13,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker per core: Eigen's own pool in each of them would only fight over the cores.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
+from sgl_jax_hicache import overlay
+from sgl_jax_hicache.compilation_cache import enable_compilation_cache
+
+# Tests in two processes compile the same small programs many times over.
+enable_compilation_cache(Path(__file__).parents[3] / ".cache" / "compiled")
+
 import jax
 import numpy as np
 import pytest
-
-from sgl_jax_hicache import overlay
 
 overlay.activate()
 
