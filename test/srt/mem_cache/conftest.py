@@ -13,15 +13,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker per core: Eigen's own pool in each of them would only fight over the cores.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
-from sgl_jax_hicache import overlay
-from sgl_jax_hicache.compilation_cache import enable_compilation_cache
-
-# Tests in two processes compile the same small programs many times over.
-enable_compilation_cache(Path(__file__).parents[3] / ".cache" / "compiled")
+# What enable_compilation_cache sets: two workers compile the same small programs many times over.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[3] / ".cache" / "compiled")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import numpy as np
 import pytest
+
+from sgl_jax_hicache import overlay
 
 overlay.activate()
 
