@@ -1,10 +1,11 @@
-"""What the engine counts, in Prometheus form. Every label is there from the start, at 0."""
+"""What the engine counts, in Prometheus form. Every label is there from the start, at 0.
+
+Who served the prompt tokens is counted by the prefix cache (`hicache/metrics.py`), in the same registry.
+"""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from sgl_jax.srt.mem_cache.hicache.types import Tier, TierTokens
 
 from .outputs import FinishKind, RequestStats
 
@@ -17,12 +18,6 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
-        self._prompt_tokens = Counter(
-            "sglang:prompt_tokens",
-            "Prompt tokens of admitted requests, by the tier that served them",
-            ["source"],
-            registry=self.registry,
-        )
         self._requests = Counter(
             "sglang:requests", "Ended requests, by reason", ["finish"], registry=self.registry
         )
@@ -56,16 +51,9 @@ class EngineMetrics:
         self._show_every_label()
 
     def _show_every_label(self) -> None:
-        for tier in Tier:
-            self._prompt_tokens.labels(source=tier.value)
         for kind in FinishKind:
             self._requests.labels(finish=kind.value)
         self.set_requests(0, 0)
-
-    def on_admitted(self, tiers: TierTokens) -> None:
-        """A request was admitted for the first time."""
-        for tier in Tier:
-            self._prompt_tokens.labels(source=tier.value).inc(max(0, getattr(tiers, tier.value)))
 
     def on_token(self) -> None:
         """A token was sampled for a request that still runs."""

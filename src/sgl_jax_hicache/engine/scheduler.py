@@ -230,7 +230,6 @@ class Scheduler:
                 req.tiers = self._tree.tier_tokens(
                     req.rid, req.prompt_len, device_len, req.cache_protected_len
                 )
-                self._metrics.on_admitted(req.tiers)
 
     def _add(self, adder: PrefillAdder, req: Req) -> int | None:
         """Tokens that the request found on the device, before any load; None if it has to wait."""

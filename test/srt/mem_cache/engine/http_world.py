@@ -48,10 +48,10 @@ class EngineWorld:
         )
         allocator = PagedTokenToKVPoolAllocator(POOL_TOKENS, page_size, kvcache=None)
         rows = ReqToTokenPool(4, MAX_CONTEXT_LEN)
-        self.tree = radix_tree(rows, allocator, page_size)
+        metrics = EngineMetrics()
+        self.tree = radix_tree(rows, allocator, page_size, registry=metrics.registry)
         release = self.tree.release_prefetch
         self.tree.release_prefetch = lambda rid: (release(rid), self.released.set())  # type: ignore
-        metrics = EngineMetrics()
         config = SchedulerConfig(64, raise_on_idle_check=True)
         tokenizer = byte_tokenizer(300)
         self.engine = Engine(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from engine_fakes import FakeRunner, PooledFakeRunner
+from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
@@ -51,6 +52,7 @@ def radix_tree(
     allocator: PagedTokenToKVPoolAllocator,
     page_size: int,
     config: HiCacheConfig | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> UnifiedRadixCache:
     """The real prefix cache; HiCache is off by default, because the plain fake runner has no buffers to copy."""
     return build_unified_radix_cache(
@@ -59,6 +61,7 @@ def radix_tree(
         token_to_kv_pool_allocator=allocator,
         page_size=page_size,
         model_identity=ModelIdentity("fake", "0"),
+        registry=registry,
     )
 
 

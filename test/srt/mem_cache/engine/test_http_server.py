@@ -386,16 +386,16 @@ def _samples(world: HttpWorld) -> dict[str, float]:
 def test_metrics_have_every_label_at_zero_and_then_count(fresh: HttpWorld) -> None:
     before = _samples(fresh)
     for tier in TIERS:
-        assert before[f'sglang:prompt_tokens_total{{source="{tier}"}}'] == 0
+        assert before[f'sglang:hicache_prompt_tokens_total{{tier="{tier}"}}'] == 0
     for finish in ("stop", "length", "abort", "error"):
         assert before[f'sglang:requests_total{{finish="{finish}"}}'] == 0
     body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 3}}
     for _ in range(2):
         fresh.client.post("/generate", json=body)
     after = _samples(fresh)
-    assert after['sglang:prompt_tokens_total{source="computed"}'] == len(PROMPT) + 4
-    assert after['sglang:prompt_tokens_total{source="device"}'] == len(PROMPT) - 4
-    assert after['sglang:prompt_tokens_total{source="host"}'] == 0
+    assert after['sglang:hicache_prompt_tokens_total{tier="computed"}'] == len(PROMPT) + 4
+    assert after['sglang:hicache_prompt_tokens_total{tier="device"}'] == len(PROMPT) - 4
+    assert after['sglang:hicache_prompt_tokens_total{tier="host"}'] == 0
     assert after['sglang:requests_total{finish="length"}'] == 2
     assert after["sglang:generated_tokens_total"] == 6
     assert after["sglang:time_to_first_token_seconds_count"] == 2

@@ -303,7 +303,7 @@ def test_splits_cover_everything_once_in_known_sizes(largest: int) -> None:
 def test_chunks_are_bounded_by_bytes_and_by_program_size() -> None:
     assert max_chunk_pages(4 << 20, 16) == 8
     assert max_chunk_pages(64 << 10, 1) == 64
-    assert max_chunk_pages(1 << 10, 30) == 8
+    assert max_chunk_pages(1 << 10, 30) == 4
     assert max_chunk_pages(1 << 30, 1) == 1
     assert max_chunk_pages(1, 10_000) == 1
 
