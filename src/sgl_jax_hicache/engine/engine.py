@@ -186,6 +186,11 @@ class Engine:
         state = self._thread.call(self._parts.scheduler.state).result(_INFO_TIMEOUT_S)
         return {**self._parts.info, "state": state}
 
+    def decode_step_seconds(self, num_steps: int) -> list[float]:
+        """Wall time of the last decode steps, oldest first."""
+        times = self._parts.scheduler.decode_times
+        return self._thread.call(lambda: times.last(num_steps)).result(_INFO_TIMEOUT_S)
+
     def shutdown(self, deadline_s: float = 30.0) -> bool:
         """Finish what runs, store what is to be stored, end the thread; a second call returns at once.
 

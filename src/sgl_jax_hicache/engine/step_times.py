@@ -19,6 +19,10 @@ class StepTimes:
         self._recent.append(seconds)
         self.num_steps += 1
 
+    def last(self, num_steps: int) -> list[float]:
+        """Seconds of the most recent steps, oldest first; fewer if there were fewer."""
+        return list(self._recent)[-num_steps:] if num_steps else []
+
     def summary(self) -> dict[str, float]:
         """Count of all steps; mean, median, 90th and 99th percentile of the recent ones, in seconds."""
         recent = np.asarray(list(self._recent))
