@@ -28,7 +28,6 @@ from sgl_jax_hicache.engine.engine_builder import build_engine
 MAX_LOGPROB_DIFFERENCE = 1e-5
 NUM_NEW_TOKENS = 8
 PROMPT_LEN = 150
-VOCAB = 300
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,12 @@ def make_engine(model: str, case: Case, storage_path: Path | None) -> Engine:
 
 
 def ask(engine: Engine, prompt: list[int], num_new_tokens: int = NUM_NEW_TOKENS) -> dict[str, Any]:
+    """The answer with the log probability of every token of the vocabulary at each position."""
     result: dict[str, Any] = engine.generate(
         input_ids=prompt,
         sampling_params={"max_new_tokens": num_new_tokens, "ignore_eos": True},
         return_logprob=True,
-        top_logprobs_num=VOCAB,
+        top_logprobs_num=engine.tokenizer.vocab_size,
     )
     return result
 
@@ -137,13 +137,14 @@ def settle(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"),
     [("tiny-gqa", case) for case in CASES]
-    + [(kind, case) for kind in ("tiny-mha", "tiny-mla") for case in CASES[:1] + CASES[4:6]],
+    + [(kind, case) for kind in ("tiny-mha", "tiny-mla") for case in CASES[:1] + CASES[4:6]]
+    + [("smollm2", CASES[0])],
     ids=str,
 )
 def test_answers_are_equal_from_every_tier(
     kind: str, case: Case, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    model = f"random:{kind}:7"
+    model = kind if kind == "smollm2" else f"random:{kind}:7"
     prompt = [int(t) for t in rng.integers(3, 250, PROMPT_LEN)]
     filler = [int(t) for t in rng.integers(3, 250, 250 - NUM_NEW_TOKENS)]
     reusable = (PROMPT_LEN - 1) // case.page_size * case.page_size
