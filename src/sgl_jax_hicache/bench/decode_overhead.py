@@ -3,8 +3,8 @@
     python -m sgl_jax_hicache.bench.decode_overhead [--json FILE] [--pairs N] [--storage none|file]
 
 Two engines with the same model live in one process. In each pair both decode as many fresh random prompts, one engine
-after the other, in alternating order; the figure is the ratio on/off of the mean seconds of a decode step, pair by pair. No
-prompt comes twice, so every page is backed up (and, with `file`, written) and none is ever reused.
+after the other, in alternating order; the figure is the ratio on/off of the mean seconds of a decode step, pair by
+pair. No prompt comes twice, so every page is backed up (and, with `file`, written) and none is ever reused.
 """
 
 from __future__ import annotations

@@ -221,3 +221,34 @@ def test_every_public_name_has_a_docstring() -> None:
             missing.append(name)
         missing += [f"{name}: {thing}" for thing in undocumented(tree.body)]
     assert missing == []
+
+
+HOOKS = ("write_through", "write_back", "prefetch")
+
+
+def component_hook_calls(path: Path) -> list[str]:
+    """Calls `<something>.<hook>(...)`, except on `self`, which is an object's own method of that name."""
+    calls = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in HOOKS
+            and not (isinstance(node.func.value, ast.Name) and node.func.value.id == "self")
+        ):
+            calls.append(f"{path.name}:{node.lineno} {ast.unparse(node.func)}")
+    return calls
+
+
+def test_the_tree_and_nobody_else_calls_the_hooks() -> None:
+    callers = {
+        path.name: calls for path in extension_files() if (calls := component_hook_calls(path))
+    }
+    # The facade calls TieredTree.write_through, which asks the components; that is the tree calling the tree.
+    assert callers.pop("unified_radix_cache.py") == [
+        call
+        for call in component_hook_calls(MEM_CACHE / "unified_radix_cache.py")
+        if "_tree.write_through" in call
+    ]
+    assert set(callers) == {"tiered_tree.py"}
+    assert {call.rsplit(".", 1)[1] for call in callers["tiered_tree.py"]} == set(HOOKS)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .components.base import PrefetchRequest
 from .metrics import HiCacheMetrics
 from .prefetch_table import Prefetch, PrefetchTable
 from .tiered_tree import TieredTree
@@ -43,20 +42,10 @@ class StoragePrefetch:
 
     def start(self, rid: str, namespace: KeyNamespace, key: bytes) -> None:
         """Ask for what the tree lacks of `key` (whole pages of the prompt). Once per request."""
-        path = self._tree.path_of(namespace, key)
-        num_tokens = len(key) // self._codec.token_bytes
-        plan = self._tree.full.prefetch(PrefetchRequest(path, num_tokens))
-        if not plan.storage_pages:
-            return
-        full = self._tree.full
-        first = plan.storage_pages.start
-        lookup = self._tree.tiers.controller.lookup(
-            full.kind,
-            full.hasher(namespace.extra_key),
-            full.page_keys(path[-1])[-1] if path else None,
-            key[first * self._codec.page_bytes :],
-        )
-        self._table.start(Prefetch(rid, namespace, key, first), lookup)
+        asked = self._tree.ask_storage(namespace, key)
+        if asked is not None:
+            first_page, lookup = asked
+            self._table.start(Prefetch(rid, namespace, key, first_page), lookup)
 
     def ready(self, rid: str) -> bool:
         """False while the request should go on waiting for its pages."""

@@ -23,7 +23,7 @@ from .metrics import HiCacheMetrics
 from .radix_tree import RadixTree
 from .token_key import TokenCodec
 from .tree_node import KeyNamespace, TreeNode
-from .types import LookupResult, PageKey, Tier, TransferResult
+from .types import LookupResult, PageKey, Tier, TransferId, TransferResult
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -287,6 +287,18 @@ class TieredTree:
         )
 
     # -- storage -> host ---------------------------------------------------------------------------------------------
+
+    def ask_storage(self, namespace: KeyNamespace, key: bytes) -> tuple[int, TransferId] | None:
+        """Start looking up what the tree lacks of `key`: its first missing page, and the look-up. None if nothing."""
+        path = self.path_of(namespace, key)
+        request = PrefetchRequest(path, len(key) // self._codec.token_bytes)
+        first_page = self.full.prefetch(request).storage_pages.start
+        tokens = key[first_page * self._codec.page_bytes :]
+        if not tokens:
+            return None
+        parent = self.full.page_keys(path[-1])[-1] if path else None
+        hasher = self.full.hasher(namespace.extra_key)
+        return first_page, self.tiers.controller.lookup(self.full.kind, hasher, parent, tokens)
 
     def attach_host(
         self,
