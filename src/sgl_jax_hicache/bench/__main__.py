@@ -1,4 +1,4 @@
-"""The benchmarks by name: `python -m sgl_jax_hicache.bench [host_scheme|decode_overhead] ...`; without a name, all."""
+"""The benchmarks by name: `python -m sgl_jax_hicache.bench [tree|host_scheme|decode_overhead] ...`; without a name, all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = ("host_scheme", "decode_overhead")
+BENCHMARKS = ("tree", "host_scheme", "decode_overhead")
 
 
 def main(argv: Sequence[str]) -> int:

