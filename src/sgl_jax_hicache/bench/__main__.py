@@ -1,4 +1,4 @@
-"""The benchmarks by name: `python -m sgl_jax_hicache.bench [tree|host_scheme|decode_overhead] ...`; without a name, all."""
+"""The benchmarks: `python -m sgl_jax_hicache.bench [tree|host_scheme|decode_overhead] ...`; without a name, all."""
 
 from __future__ import annotations
 

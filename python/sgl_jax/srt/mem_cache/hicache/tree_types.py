@@ -6,12 +6,14 @@ engine may pass its own classes of the same names: only attributes are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from .token_key import TokenIds
 
 if TYPE_CHECKING:
     from .tree_node import TreeNode
@@ -26,7 +28,7 @@ class RadixKey:
     `extra_key` isolates tenants and adapters, `dp_rank` data-parallel shards: keys that differ in either never share.
     """
 
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     extra_key: str | None = None
     dp_rank: int | None = 0
 
