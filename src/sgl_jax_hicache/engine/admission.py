@@ -130,12 +130,17 @@ class PrefillAdder:
         rows = self._rows.alloc(1)
         if rows is None:
             return False
-        req.req_pool_idx = rows[0]
+        slot = self._rows.alloc_recurrent_slot(req.dp_rank)
+        if slot is None:
+            self._rows.free(rows[0])
+            return False
+        req.req_pool_idx, req.recurrent_pool_idx = rows[0], slot
         req.cache_protected_len = req.last_matched_prefix_len
         self._rows.write((rows[0], slice(0, len(req.prefix_indices))), req.prefix_indices)
         if self._extend(req):
             return True
         self._rows.free(rows[0])
+        self._rows.free_recurrent_slot(slot, req.dp_rank)
         return False
 
     def _extend(self, req: Req) -> bool:
@@ -164,6 +169,7 @@ class PrefillAdder:
                 wants_token=seq_len == len(tokens),
                 sampling=req.sampling,
                 num_sampled=req.num_sampled,
+                recurrent_slot=req.recurrent_pool_idx,
                 top_logprobs_num=req.request.top_logprobs_num,
             )
         )

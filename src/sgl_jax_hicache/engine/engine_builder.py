@@ -19,10 +19,10 @@ from .engine import Engine, EngineParts
 from .engine_args import ArgumentError, EngineArgs
 from .engine_metrics import EngineMetrics
 from .kv_cache_builder import build_kv_cache, register_kv_cache
-from .memory_pool import build_kv_pool
+from .memory_pool import RecurrentStatePool, build_kv_pool, build_recurrent_pool
 from .model_config import ModelConfig, ModelError
 from .model_runner import DEFAULT_TILES, ModelRunner
-from .req_to_token_pool import ReqToTokenPool
+from .req_to_token_pool import HybridReqToTokenPool, ReqToTokenPool
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
 from .weights import LoadedModel, ModelParams, load_model, read_config
@@ -38,6 +38,7 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     except ModelError as error:
         raise ArgumentError(f"--model-path {args.model_path}: {error}") from error
     _check_context(args, config)
+    _check_reuse(args, config)
     if args.hicache.has_storage:
         prepare_root(args.hicache.storage_path)
     if args.hicache.enabled:
@@ -61,7 +62,8 @@ def build_engine(args: EngineArgs) -> Engine:
     # Committed to their device from the start, as every step and transfer leaves them: else all compiles twice.
     pool.kv_buffer[:] = jax.device_put(pool.kv_buffer, jax.devices()[0])
     allocator = PagedTokenToKVPoolAllocator(args.max_total_tokens, args.page_size, pool)
-    rows = ReqToTokenPool(args.max_running_requests, context_len)
+    states = build_recurrent_pool(model.config, args.max_running_requests)
+    rows = _build_rows(args.max_running_requests, context_len, states)
     runner = ModelRunner(
         model.config,
         ModelParams(**jax.device_put(vars(model.params), jax.devices()[0])),
@@ -69,6 +71,7 @@ def build_engine(args: EngineArgs) -> Engine:
         max_running_requests=args.max_running_requests,
         extend_tile_tokens=DEFAULT_TILES,
         max_context_len=context_len,
+        recurrent_pool=states,
     )
     registry = CollectorRegistry()
     tree = _build_tree(args, model, rows, allocator, registry)
@@ -107,6 +110,26 @@ def _check_context(args: EngineArgs, config: ModelConfig) -> None:
             f"--context-length {args.context_length}: {args.model_path} was made for {longest} tokens; "
             f"use {longest} or less"
         )
+
+
+def _check_reuse(args: EngineArgs, config: ModelConfig) -> None:
+    """Sliding windows and recurrent states are not cached: such a model runs without reuse or not at all."""
+    if config.is_full_attention:
+        return
+    kinds = " and ".join(sorted({kind.value for kind in config.layer_kinds}))
+    problem = f"--model-path {args.model_path}: its layers are {kinds}, and prefixes are reused for full attention only"
+    if args.hicache.storage is not None:
+        raise ArgumentError(
+            f"{problem}; replace --hicache-storage {args.hicache.storage.value} by --disable-radix-cache"
+        )
+    if not args.disable_radix_cache:
+        raise ArgumentError(f"{problem}; add --disable-radix-cache")
+
+
+def _build_rows(size: int, context_len: int, states: RecurrentStatePool | None) -> ReqToTokenPool:
+    if states is None:
+        return ReqToTokenPool(size, context_len)
+    return HybridReqToTokenPool(size, context_len, states.size)
 
 
 def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:
@@ -160,6 +183,7 @@ def _info(args: EngineArgs, model: LoadedModel, context_len: int) -> dict[str, A
             "vocab_size": model.tokenizer.vocab_size,
             "num_layers": model.config.num_layers,
             "kv_bytes_per_token": model.config.kv_bytes_per_token(args.dtype),
+            "state_bytes_per_request": model.config.state_bytes_per_request(),
         },
         "platform": jax.default_backend(),
     }

@@ -46,6 +46,7 @@ class ForwardItem:
     `out_slots` int32[n]. DECODE: n is 1 and `token_ids` is None: the input is the token this request sampled last,
     which the runner keeps on the device by `req_pool_idx` (so a step can be dispatched before the last one is read).
     `page_table` int32[ceil((prefix_len + n) / page_size)]: pages of the whole sequence, in order.
+    `recurrent_slot`: the request's slot of the recurrent state pool, 0 for models without one.
     `wants_token`: False for a prefill chunk that is not the prompt's last.
     """
 
@@ -59,6 +60,7 @@ class ForwardItem:
     sampling: SamplingParams
     # Tokens this request has sampled before this step (position in its random stream).
     num_sampled: int = 0
+    recurrent_slot: int = 0
     top_logprobs_num: int = 0
 
     @property

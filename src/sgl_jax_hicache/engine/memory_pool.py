@@ -1,9 +1,9 @@
-"""Paged KV pools with sgl-jax's names, units and row layouts.
+"""Paged KV pools and the pool of recurrent states, with sgl-jax's names, units and row layouts.
 
-A pool owns one buffer per layer in the Python list `kv_buffer`. The list is changed in place: every step donates the
-buffers and puts the new ones at the same index, so read `kv_buffer[i]` afresh and keep no reference (nor a numpy view:
-on CPU a live view turns the donation of its buffer into a copy). Token slot s lives in page `s // page_size` at offset
-`s % page_size`; page 0 is the sentinel that padding writes to.
+A KV pool owns one buffer per attention layer in the Python list `kv_buffer`. The list is changed in place: every step
+donates the buffers and puts the new ones at the same index, so read `kv_buffer[i]` afresh and keep no reference (nor a
+numpy view: on CPU a live view turns the donation of its buffer into a copy). Token slot s lives in page
+`s // page_size` at offset `s % page_size`; page 0 is the sentinel that padding writes to.
 
 On CPU prefer float32: XLA reads a bfloat16 buffer there by converting all of it, in every layer of every step.
 """
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .layer_kinds import RecurrentDims
 from .model_config import ModelConfig, kv_dtype
 
 
@@ -123,7 +124,10 @@ KVPool = MHATokenToKVPool | MLATokenToKVPool
 def build_kv_pool(
     config: ModelConfig, *, size: int, page_size: int, dtype: str = "float32"
 ) -> KVPool:
-    """The pool that `config` needs, for `size` tokens (a multiple of `page_size`), zero-filled."""
+    """The pool of `config`'s attention layers, for `size` tokens (a multiple of `page_size`), zero-filled.
+
+    Sliding layers keep the KV of all tokens too; they read only their window.
+    """
     if config.mla is not None:
         return MLATokenToKVPool(
             size,
@@ -131,8 +135,56 @@ def build_kv_pool(
             dtype,
             config.mla.kv_lora_rank,
             config.mla.qk_rope_head_dim,
-            config.num_layers,
+            len(config.attention_layers),
         )
     return MHATokenToKVPool(
-        size, page_size, dtype, config.num_kv_heads, config.head_dim, config.num_layers
+        size,
+        page_size,
+        dtype,
+        config.num_kv_heads,
+        config.head_dim,
+        len(config.attention_layers),
     )
+
+
+class RecurrentStatePool:
+    """States of recurrent layers: one slot holds all that one request's past has left in every such layer.
+
+    recurrent_buffers: per layer float32[size + 1, value heads, key_dim, value_dim]; conv_buffers: per layer a list of
+    one float32[size + 1, channels, conv_kernel - 1], the newest input last. Both lists are changed in place like
+    `kv_buffer`. Slots are 1 .. size; slot 0 is the dummy that padding reads and writes. A slot's old content is never
+    read by a request that starts at position 0.
+    """
+
+    def __init__(self, size: int, dims: RecurrentDims, layer_num: int) -> None:
+        if size < 1 or layer_num < 1:
+            raise ValueError(f"a state pool needs slots and layers, got {size} and {layer_num}")
+        self.size = size
+        self.layer_num = layer_num
+        self.mesh = None
+        self.recurrent_shape = (size + 1, *dims.state_shape)
+        self.conv_shape = (size + 1, *dims.conv_shape)
+        self.recurrent_buffers: list[jax.Array] = []
+        self.conv_buffers: list[list[jax.Array]] = []
+        self.clear()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.layer_num * 4 * int(np.prod(self.recurrent_shape) + np.prod(self.conv_shape))
+
+    def clear(self) -> None:
+        """Replaces every buffer by zeros. Engine thread only, with no step in flight."""
+        device = jax.devices()[0]  # by name, as in the KV pools
+
+        def zeros(shape: tuple[int, ...]) -> jax.Array:
+            return jnp.zeros(shape, jnp.float32, device=device)
+
+        self.recurrent_buffers[:] = [zeros(self.recurrent_shape) for _ in range(self.layer_num)]
+        self.conv_buffers[:] = [[zeros(self.conv_shape)] for _ in range(self.layer_num)]
+
+
+def build_recurrent_pool(config: ModelConfig, size: int) -> RecurrentStatePool | None:
+    """The state pool of `config` with `size` slots besides the dummy; None if no layer is recurrent."""
+    if config.recurrent is None:
+        return None
+    return RecurrentStatePool(size, config.recurrent, len(config.recurrent_layers))

@@ -1,13 +1,13 @@
 """What a decoder looks like, read from a Hugging Face style config.json, and how large its KV rows are.
 
 Everything here is known before any weight is read, so that pools can be sized first. A model that the decoder cannot
-compute exactly (sliding window, recurrent layers, experts, scaled rope) is refused by name, never approximated.
+compute exactly (experts, scaled rope) is refused by name, never approximated.
 """
 
 from __future__ import annotations
 
-import enum
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,26 +16,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .layer_kinds import (
+    LayerKind,
+    ModelError,
+    RecurrentDims,
+    layer_kinds,
+    recurrent_dims,
+    sliding_window,
+)
 
-class ModelError(ValueError):
-    """A model, checkpoint or tokenizer that this engine cannot serve; found at start."""
+__all__ = [
+    "LayerKind",
+    "MLADims",
+    "ModelConfig",
+    "ModelError",
+    "config_from_dict",
+    "config_from_file",
+    "kv_dtype",
+]
 
-
-class LayerKind(enum.Enum):
-    """What a layer remembers about the past; one compiled step serves all layers of a kind."""
-
-    FULL = "full"
-    SLIDING = "sliding"
-    RECURRENT = "recurrent"
-
-
-SUPPORTED_KINDS = frozenset({LayerKind.FULL})
-
-_LAYER_TYPE_NAMES = {
-    "full_attention": LayerKind.FULL,
-    "sliding_attention": LayerKind.SLIDING,
-    "linear_attention": LayerKind.RECURRENT,
-}
 _MHA_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _MLA_MODEL_TYPES = frozenset({"deepseek_v2", "deepseek_v3"})
 
@@ -65,6 +64,8 @@ class MLADims:
 class ModelConfig:
     """One decoder. `layer_kinds` has one entry per layer; `mla` is None for MHA/GQA.
 
+    `sliding_window`: tokens that a sliding layer sees, None without such layers; `recurrent` likewise.
+
     `rope_interleaved`: the checkpoint rotates neighbouring pairs; the loader reorders rows so that the decoder always
     rotates halves.
     """
@@ -86,17 +87,24 @@ class ModelConfig:
     output_bias: bool = False
     rope_interleaved: bool = False
     mla: MLADims | None = None
+    sliding_window: int | None = None
+    recurrent: RecurrentDims | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        unsupported = sorted({kind.value for kind in self.layer_kinds} - _supported_names())
-        if unsupported:
-            raise ModelError(
-                f"layer kinds {unsupported} of model type {self.model_type!r} are not supported; "
-                f"this engine computes {sorted(_supported_names())}"
-            )
         if not self.layer_kinds:
             raise ModelError("a model needs at least one layer")
+        if not self.attention_layers:
+            raise ModelError("a model of recurrent layers alone is not supported; one must attend")
+        slides = LayerKind.SLIDING in self.layer_kinds
+        if slides and (self.sliding_window is None or self.sliding_window < 1):
+            raise ModelError(
+                f"sliding layers need a window of 1 or more, not {self.sliding_window}"
+            )
+        if slides and self.mla is not None:
+            raise ModelError("sliding layers with latent attention are not supported")
+        if self.recurrent is None and LayerKind.RECURRENT in self.layer_kinds:
+            raise ModelError("recurrent layers need their sizes")
         if self.num_attention_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_attention_heads} attention heads do not divide into "
@@ -108,6 +116,23 @@ class ModelConfig:
         """Number of decoder layers."""
         return len(self.layer_kinds)
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with KV; the pool's buffers come in this order."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple(index for index, kind in kinds if kind is not LayerKind.RECURRENT)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a state; the state pool's buffers come in this order."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple(index for index, kind in kinds if kind is LayerKind.RECURRENT)
+
+    @property
+    def is_full_attention(self) -> bool:
+        """True if every layer attends to the whole past."""
+        return set(self.layer_kinds) == {LayerKind.FULL}
+
     def kv_values_per_token(self) -> int:
         """Numbers that one token keeps in one layer's KV buffer."""
         if self.mla is not None:
@@ -115,18 +140,25 @@ class ModelConfig:
         return 2 * self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str = "float32") -> int:
-        """Bytes that one token keeps over all layers, at KV dtype `dtype`."""
-        return self.num_layers * self.kv_values_per_token() * kv_dtype(dtype).itemsize
+        """Bytes that one token keeps over all attention layers, at KV dtype `dtype`."""
+        return len(self.attention_layers) * self.kv_values_per_token() * kv_dtype(dtype).itemsize
+
+    def state_bytes_per_request(self) -> int:
+        """Bytes of recurrent and convolution state (float32) that a request keeps, whatever its length."""
+        if self.recurrent is None:
+            return 0
+        values = math.prod(self.recurrent.state_shape) + math.prod(self.recurrent.conv_shape)
+        return len(self.recurrent_layers) * values * 4
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that names this config completely (used to fingerprint random weights)."""
         fields = asdict(self)
         fields["layer_kinds"] = [kind.value for kind in self.layer_kinds]
+        # Left out where they say nothing: a config that has neither keeps the name it always had.
+        for name in ("sliding_window", "recurrent"):
+            if fields[name] is None:
+                del fields[name]
         return fields
-
-
-def _supported_names() -> set[str]:
-    return {kind.value for kind in SUPPORTED_KINDS}
 
 
 def kv_dtype(name: str) -> np.dtype[Any]:
@@ -171,6 +203,7 @@ def _build(model_type: str, fields: Mapping[str, Any]) -> ModelConfig:
     heads = int(fields["num_attention_heads"])
     head_dim = fields.get("head_dim") or int(fields["hidden_size"]) // heads
     biased = bool(fields.get("attention_bias", False))
+    kinds = layer_kinds(fields)
     return ModelConfig(
         model_type=model_type,
         vocab_size=int(fields["vocab_size"]),
@@ -179,7 +212,7 @@ def _build(model_type: str, fields: Mapping[str, Any]) -> ModelConfig:
         num_attention_heads=heads,
         num_kv_heads=heads if mla else int(fields.get("num_key_value_heads") or heads),
         head_dim=mla.qk_head_dim if mla else int(head_dim),
-        layer_kinds=_layer_kinds(fields),
+        layer_kinds=kinds,
         rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         rope_theta=_rope_theta(fields),
         max_position_embeddings=int(fields["max_position_embeddings"]),
@@ -189,6 +222,8 @@ def _build(model_type: str, fields: Mapping[str, Any]) -> ModelConfig:
         output_bias=model_type != "qwen2" and biased,
         rope_interleaved=mla is not None and bool(fields.get("rope_interleave", True)),
         mla=mla,
+        sliding_window=sliding_window(fields, kinds),
+        recurrent=recurrent_dims(fields, kinds),
         eos_token_ids=_token_ids(fields.get("eos_token_id")),
     )
 
@@ -202,25 +237,6 @@ def _mla_dims(fields: Mapping[str, Any]) -> MLADims:
         v_head_dim=int(fields["v_head_dim"]),
         q_lora_rank=None if q_lora_rank is None else int(q_lora_rank),
     )
-
-
-def _layer_kinds(fields: Mapping[str, Any]) -> tuple[LayerKind, ...]:
-    num_layers = int(fields["num_hidden_layers"])
-    names = fields.get("layer_types")
-    if names is None:
-        return (LayerKind.SLIDING if _slides(fields) else LayerKind.FULL,) * num_layers
-    if len(names) != num_layers:
-        raise ModelError(f"layer_types has {len(names)} entries for {num_layers} layers")
-    unknown = sorted(set(names) - set(_LAYER_TYPE_NAMES))
-    if unknown:
-        raise ModelError(f"layer types {unknown} are unknown; known: {sorted(_LAYER_TYPE_NAMES)}")
-    return tuple(_LAYER_TYPE_NAMES[name] for name in names)
-
-
-def _slides(fields: Mapping[str, Any]) -> bool:
-    if fields.get("sliding_window") is None:
-        return False
-    return bool(fields.get("use_sliding_window", True))
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:

@@ -1,9 +1,9 @@
-"""Runs a decoder over a paged KV pool, one dispatched step at a time.
+"""Runs a decoder over a paged KV pool and a pool of recurrent states, one dispatched step at a time.
 
 A step is a chain of small compiled programs (embed, each layer, head and sampling) that Python only enqueues. Every
-program donates the KV buffer it changes, and `kv_pool.kv_buffer[i]` is rebound at once, so between two calls of
-`dispatch` the pool always holds live arrays that are the result of the last dispatched step. All layers of a kind share
-one compiled program per tile shape, which keeps start-up to seconds.
+program donates the buffers it changes, and the pools' lists are rebound at once, so between two calls of `dispatch` the
+pools always hold live arrays that are the result of the last dispatched step. All layers of a kind share one compiled
+program per tile shape, which keeps start-up to seconds.
 
 One thread, the engine's, calls everything here.
 """
@@ -25,8 +25,9 @@ from .forward_batch import ForwardBatch, ForwardItem, ForwardMode, SamplingParam
 from .layers.basic import linear, rms_norm, rope_tables
 from .layers.decoder_layer import decoder_layer
 from .layers.paged_attention import TileMeta, block_pages, page_table_width
-from .memory_pool import KVPool
-from .model_config import ModelConfig
+from .layers.recurrent_layer import LONGEST_CHUNK_TOKENS, chunk_tokens, recurrent_layer
+from .memory_pool import KVPool, RecurrentStatePool
+from .model_config import LayerKind, ModelConfig
 from .sampler import SamplingRows, chosen_logprobs, greedy_tokens, sample_tokens, sampling_rows
 from .weights.params import ModelParams
 
@@ -35,7 +36,8 @@ _BATCH_BUCKETS = (2, 8, 32, 128)
 
 
 # Compiled once per model config and shape, for all runners of the process.
-_layer = jax.jit(decoder_layer, static_argnums=(0, 1), donate_argnums=(3, 4))
+_attention_layer = jax.jit(decoder_layer, static_argnums=(0, 1, 6), donate_argnums=(3, 4))
+_recurrent_layer = jax.jit(recurrent_layer, static_argnums=(0, 1), donate_argnums=(3, 4, 5))
 _top_k = jax.jit(jax.lax.top_k, static_argnums=1)
 
 
@@ -46,6 +48,7 @@ class _HostTile(NamedTuple):
     out_slots: npt.NDArray[np.int32]
     page_table: npt.NDArray[np.int32]
     num_blocks: npt.NDArray[np.int32]
+    state_slots: npt.NDArray[np.int32]
 
 
 class ModelRunner:
@@ -53,7 +56,7 @@ class ModelRunner:
 
     `extend_tile_tokens`: the tile lengths a prefill chunk is cut into (the last tile is padded);
     `max_running_requests`: the largest batch and the largest `req_pool_idx`; `max_context_len`: the longest sequence,
-    in tokens.
+    in tokens; `recurrent_pool`: needed if the model has recurrent layers.
     """
 
     def __init__(
@@ -65,15 +68,28 @@ class ModelRunner:
         max_running_requests: int,
         extend_tile_tokens: Sequence[int] = DEFAULT_TILES,
         max_context_len: int,
+        recurrent_pool: RecurrentStatePool | None = None,
     ) -> None:
         if min(extend_tile_tokens) < 2:
             raise ValueError(f"tiles need 2 tokens or more, got {tuple(extend_tile_tokens)}")
+        if config.recurrent is not None:
+            if recurrent_pool is None:
+                raise ValueError("a model with recurrent layers needs a pool of states")
+            if any(tile % LONGEST_CHUNK_TOKENS for tile in extend_tile_tokens):
+                raise ValueError(
+                    f"recurrent layers need tiles in multiples of {LONGEST_CHUNK_TOKENS} tokens, "
+                    f"got {tuple(extend_tile_tokens)}"
+                )
         self.config = config
         self.kv_pool = kv_pool
+        self.recurrent_pool = recurrent_pool
         self.max_running_requests = max_running_requests
         self._params = params
         self._tiles = tuple(sorted(set(extend_tile_tokens)))
         self._table_width = page_table_width(max_context_len, kv_pool.page_size)
+        # A tile that starts between two borders ends at the next one; see layers/gated_delta.py.
+        self._border_tokens = 1 if recurrent_pool is None else chunk_tokens(kv_pool.page_size)
+        self._state_slots = 0 if recurrent_pool is None else recurrent_pool.size
         self._block_tokens = block_pages(kv_pool.page_size) * kv_pool.page_size
         self._unseeded = secrets.randbits(32)
         # Indices 0 .. max_running_requests belong to requests, the last entry takes what padding rows sample.
@@ -102,7 +118,8 @@ class ModelRunner:
                 self._block_on(self.dispatch(_idle_decode(num_items, settings)))
 
     def _block_on(self, output: StepOutput) -> None:
-        for array in (output.next_token_ids, *self.kv_pool.kv_buffer):
+        states = [] if self.recurrent_pool is None else self.recurrent_pool.recurrent_buffers
+        for array in (output.next_token_ids, *self.kv_pool.kv_buffer, *states):
             array.block_until_ready()
 
     def _check(self, batch: ForwardBatch) -> None:
@@ -113,6 +130,11 @@ class ModelRunner:
             if not 0 <= item.req_pool_idx <= self.max_running_requests:
                 raise ValueError(
                     f"req_pool_idx {item.req_pool_idx} outside [0, {self.max_running_requests}]"
+                )
+            if not 0 <= item.recurrent_slot <= self._state_slots:
+                raise ValueError(
+                    f"request {item.rid}: recurrent slot {item.recurrent_slot} outside "
+                    f"[0, {self._state_slots}]"
                 )
             pages = -(-(item.prefix_len + item.num_tokens) // self.kv_pool.page_size)
             if not pages <= len(item.page_table) <= self._table_width:
@@ -139,6 +161,7 @@ class ModelRunner:
             tile.positions[row, 0] = item.prefix_len
             tile.out_slots[row, 0] = item.out_slots[0]
             tile.page_table[row, : len(item.page_table)] = item.page_table
+            tile.state_slots[row] = item.recurrent_slot
         longest = max(item.prefix_len for item in batch.items) + 1
         tile.num_blocks[...] = self._blocks_for(longest)
         meta = jax.device_put(tile, self._device)
@@ -168,7 +191,7 @@ class ModelRunner:
         """Runs one item tile by tile; returns the last tile's hidden states and its last used row."""
         if item.token_ids is None:
             raise ValueError(f"request {item.rid}: an EXTEND item needs token_ids")
-        for start, length, size in self._cut(item.num_tokens):
+        for start, length, size in self._cut(item.prefix_len, item.num_tokens):
             tile = self._empty_tile(1, size)
             tokens = np.zeros(size, np.int32)
             tokens[:length] = item.token_ids[start : start + length]
@@ -176,6 +199,7 @@ class ModelRunner:
             tile.positions[0, :length] = np.arange(first, first + length)
             tile.out_slots[0, :length] = item.out_slots[start : start + length]
             tile.page_table[0, : len(item.page_table)] = item.page_table
+            tile.state_slots[0] = item.recurrent_slot
             tile.num_blocks[...] = self._blocks_for(first + length)
             meta = jax.device_put(tile, self._device)
             hidden, tables = _embed_tokens(
@@ -187,9 +211,11 @@ class ModelRunner:
             hidden = self._run_layers(hidden, TileMeta(*meta, *tables))
         return hidden, length - 1
 
-    def _cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def _cut(self, prefix_len: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """(start, tokens, tile size) of each tile of a chunk: the cheapest cover, large tiles first."""
-        start = 0
+        start = min(-prefix_len % self._border_tokens, num_tokens)
+        if start:
+            yield 0, start, self._tiles[0]
         while start < num_tokens:
             left = num_tokens - start
             # A padded large tile beats several small ones once it is more than half full.
@@ -208,14 +234,26 @@ class ModelRunner:
             out_slots=np.zeros((seqs, rows), np.int32),
             page_table=np.zeros((seqs, self._table_width), np.int32),
             num_blocks=np.zeros((), np.int32),
+            state_slots=np.zeros(seqs, np.int32),
         )
 
     def _run_layers(self, hidden: jax.Array, meta: TileMeta) -> jax.Array:
-        buffers, page_size = self.kv_pool.kv_buffer, self.kv_pool.page_size
-        for index, params in enumerate(self._params.layers):
-            buffers[index], hidden = _layer(
-                self.config, page_size, params, buffers[index], hidden, meta
-            )
+        kv, states = self.kv_pool.kv_buffer, self.recurrent_pool
+        fixed = (self.config, self.kv_pool.page_size)
+        kv_index = state_index = 0
+        for kind, params in zip(self.config.layer_kinds, self._params.layers, strict=True):
+            if kind is not LayerKind.RECURRENT:
+                window = self.config.sliding_window if kind is LayerKind.SLIDING else None
+                kv[kv_index], hidden = _attention_layer(
+                    *fixed, params, kv[kv_index], hidden, meta, window
+                )
+                kv_index += 1
+            elif states is not None:
+                state, conv = states.recurrent_buffers, states.conv_buffers[state_index]
+                state[state_index], conv[0], hidden = _recurrent_layer(
+                    *fixed, params, state[state_index], conv[0], hidden, meta
+                )
+                state_index += 1
         return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: jax.Array | None) -> StepOutput:

@@ -76,6 +76,7 @@ class Req:
     def _clear_placement(self) -> None:
         """The state of a request that holds no row, no slot and no lock."""
         self.req_pool_idx: int = -1
+        self.recurrent_pool_idx = 0
         self.fill_ids: list[int] = []
         self.prefix_indices: Int32Array = np.empty(0, dtype=np.int32)
         self.last_node: Any = None

@@ -317,6 +317,7 @@ class Scheduler:
             wants_token=True,
             sampling=req.sampling,
             num_sampled=req.num_sampled,
+            recurrent_slot=req.recurrent_pool_idx,
             top_logprobs_num=req.request.top_logprobs_num,
         )
 
@@ -382,6 +383,7 @@ class Scheduler:
     def _release(self, req: Req, insert: bool) -> None:
         self._tree.cache_finished_req(req, is_insert=insert)
         self._rows.free(req.req_pool_idx)
+        self._rows.free_recurrent_slot(req.recurrent_pool_idx, req.dp_rank)
         if req is self._chunked:
             self._chunked = None
         else:
@@ -404,10 +406,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Without requests, every slot must be free or the cache's, and every row free. Logs or raises."""
-        found = self._memory.check_conservation()
-        rows = self._rows.available_size()
-        if found is None and rows != self._rows.size:
-            found = f"{self._rows.size - rows} request rows are still held"
+        found = self._memory.check_conservation() or self._rows.held()
         if found is None:
             return
         if self._config.raise_on_idle_check:

@@ -19,15 +19,18 @@ def decoder_layer(
     kv: jax.Array,
     hidden: jax.Array,
     meta: TileMeta,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes one full-attention layer for a tile.
+    """Computes one attention layer for a tile; with a window a token sees only that many, itself included.
 
     hidden: float32[seqs * rows, hidden_size]. The KV of the tile is written to `meta.out_slots` first and then read
     back through the pages, so that a token attends to exactly what later steps will find. Returns (kv, hidden).
     """
     normed = rms_norm(hidden, params["input_norm"], config.rms_norm_eps)
-    attention = _mha if config.mla is None else _mla
-    kv, mixed = attention(config, page_size, params, kv, normed, meta)
+    if config.mla is None:
+        kv, mixed = _mha(config, page_size, params, kv, normed, meta, window)
+    else:
+        kv, mixed = _mla(config, page_size, params, kv, normed, meta)
     hidden = hidden + mixed
     normed = rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
     return kv, hidden + swiglu(normed, params["gate_up"], params["down"])
@@ -40,6 +43,7 @@ def _mha(
     kv: jax.Array,
     x: jax.Array,
     meta: TileMeta,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     heads, kv_heads, dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
     seqs, rows = meta.positions.shape
@@ -60,7 +64,16 @@ def _mha(
         return pairs[..., 0, :], pairs[..., 1, :]
 
     grouped = q.reshape(seqs, rows, kv_heads, heads // kv_heads, dim)
-    out = attend(grouped, kv, read_pages, meta, page_size=page_size, v_dim=dim, scale=dim**-0.5)
+    out = attend(
+        grouped,
+        kv,
+        read_pages,
+        meta,
+        page_size=page_size,
+        v_dim=dim,
+        scale=dim**-0.5,
+        window=window,
+    )
     return kv, linear(out.reshape(-1, heads * dim), params["o"], params.get("o_bias"))
 
 

@@ -15,13 +15,15 @@ import jax.numpy as jnp
 
 BLOCK_TOKENS = 256
 _MASKED = -1e30  # finite: -inf minus -inf would be NaN before the first visible key
+_NO_POSITION = (1 << 31) - 1
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class TileMeta(NamedTuple):
     """One tile: `seqs` sequences of `rows` new tokens each (a prefill tile is 1 x n, a decode step n x 1).
 
-    positions, out_slots: int32[seqs, rows]; page_table: int32[seqs, pages]; num_blocks: int32[], key blocks to visit;
+    positions, out_slots: int32[seqs, rows], a padding row has out slot 0; page_table: int32[seqs, pages];
+    num_blocks: int32[], key blocks to visit; state_slots: int32[seqs], slots of the recurrent state pool;
     cos, sin: float32[seqs * rows, rope_dim // 2].
     """
 
@@ -29,6 +31,7 @@ class TileMeta(NamedTuple):
     out_slots: jax.Array
     page_table: jax.Array
     num_blocks: jax.Array
+    state_slots: jax.Array
     cos: jax.Array
     sin: jax.Array
 
@@ -79,8 +82,11 @@ def attend(
     page_size: int,
     v_dim: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of q [seqs, rows, kv_heads, group, k_dim] over the pages of `meta`.
+
+    With a window, a token at position p sees p - window + 1 .. p, and pages that no row sees may hold anything.
 
     Returns float32 [seqs, rows, kv_heads, group, v_dim].
     """
@@ -92,6 +98,7 @@ def attend(
     query_pos = jnp.pad(jnp.repeat(meta.positions, group, axis=1), ((0, 0), (0, pad)))
     pages_per_block = block_pages(page_size)
     block = pages_per_block * page_size
+    oldest = _oldest_seen(meta, window)
 
     def visit(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, out = carry
@@ -101,6 +108,9 @@ def attend(
         seen = key_pos[None, None, :] <= query_pos[:, :, None]
         # A slot that nobody wrote may hold anything, NaN included, and 0 * NaN is NaN.
         written = key_pos[None, :] <= jnp.max(meta.positions, axis=1)[:, None]
+        if window is not None:
+            seen = seen & (key_pos[None, None, :] > query_pos[:, :, None] - window)
+            written = written & (key_pos[None, :] >= oldest[:, None])
         values = jnp.where(written[:, :, None, None], values, 0.0)
         # A column of ones makes the product sum the weights too, in the order of the values.
         values = jnp.concatenate([values, jnp.ones((*values.shape[:3], 1))], axis=-1)
@@ -115,6 +125,18 @@ def attend(
 
     shape = flat.shape[:3]
     start = (jnp.full(shape, _MASKED), jnp.zeros((*shape, v_dim + 1)))
-    out: jax.Array = jax.lax.fori_loop(0, meta.num_blocks, visit, start)[1]
-    out = (out[..., :v_dim] / out[..., v_dim:])[:, :, : rows * group]
+    first = 0 if window is None else jnp.min(oldest) // block
+    out: jax.Array = jax.lax.fori_loop(first, meta.num_blocks, visit, start)[1]
+    total = out[..., v_dim:]
+    if window is not None:
+        total = jnp.where(total > 0.0, total, 1.0)  # a padding row may see no key
+    out = (out[..., :v_dim] / total)[:, :, : rows * group]
     return out.reshape(seqs, heads, rows, group, v_dim).transpose(0, 2, 1, 3, 4)
+
+
+def _oldest_seen(meta: TileMeta, window: int | None) -> jax.Array:
+    """int32[seqs]: the first position that any row of a sequence sees; the last possible one for padding."""
+    if window is None:
+        return jnp.zeros(meta.positions.shape[0], jnp.int32)
+    first = jnp.min(jnp.where(meta.out_slots > 0, meta.positions, _NO_POSITION), axis=1)
+    return jnp.maximum(first - (window - 1), 0)

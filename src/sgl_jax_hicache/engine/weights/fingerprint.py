@@ -7,11 +7,14 @@ bytes. Tensors over 16 MiB are sampled in windows spread over their whole length
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from ..model_config import ModelConfig
 
 _WHOLE_BYTES = 16 << 20
 _WINDOW_BYTES = 4096
@@ -31,6 +34,18 @@ def model_version(tensors: Iterable[TensorBytes]) -> str:
     """A hex digest of all tensors; does not depend on their order."""
     digests = sorted(_tensor_digest(tensor) for tensor in tensors)
     return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def config_version(weights_version: str, config: ModelConfig) -> str:
+    """The version of weights as `config` computes with them.
+
+    A window, or which layers slide, changes the KV of later layers without a trace in the tensors.
+    """
+    if config.is_full_attention:
+        return weights_version
+    fields = config.to_json()
+    named = [fields.get(name) for name in ("layer_kinds", "sliding_window", "recurrent")]
+    return hashlib.sha256(json.dumps([weights_version, named]).encode()).hexdigest()
 
 
 def _tensor_digest(tensor: TensorBytes) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 from ..model_config import ModelConfig, ModelError, config_from_dict
 from .fingerprint import TensorBytes, model_version
 from .gguf_header import read_gguf
-from .params import Tensor
+from .tensor_reader import Tensor
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _PERMUTED_ARCHITECTURES = frozenset({"llama"})

@@ -6,20 +6,15 @@ fused. Weights stay [out, in].
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from ..layers.decoder_layer import LayerParams
-from ..model_config import MLADims, ModelConfig, ModelError
-
-Tensor = npt.NDArray[Any]
-TensorSource = Callable[[str], Tensor]
-"""Gives one tensor by its Hugging Face name; raises KeyError if the checkpoint lacks it."""
+from ..model_config import LayerKind, MLADims, ModelConfig
+from .recurrent_params import recurrent_params
+from .tensor_reader import Tensor, TensorReader, TensorSource
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,10 @@ class ModelParams:
 
 def assemble(config: ModelConfig, source: TensorSource) -> ModelParams:
     """Builds the parameters. Raises ModelError if a tensor is missing or has another shape than `config` says."""
-    reader = _Reader(source)
+    reader = TensorReader(source)
     embed = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layer = _mha_layer if config.mla is None else _mla_layer
     layers = tuple(
-        {name: _to_device(value) for name, value in layer(config, reader, index).items()}
+        {name: _to_device(value) for name, value in _layer(config, reader, index).items()}
         for index in range(config.num_layers)
     )
     device_embed = _to_device(embed)
@@ -58,23 +52,14 @@ def _to_device(values: Tensor) -> jax.Array:
     return placed
 
 
-class _Reader:
-    """Takes tensors as float32 and checks their shapes."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-
-    def take(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        try:
-            tensor = self._source(name)
-        except KeyError:
-            raise ModelError(f"the checkpoint has no tensor {name!r}") from None
-        if tensor.shape != shape:
-            raise ModelError(f"tensor {name!r} has shape {tensor.shape}, the config needs {shape}")
-        return tensor.astype(np.float32)
+def _layer(config: ModelConfig, reader: TensorReader, index: int) -> dict[str, Tensor]:
+    if config.layer_kinds[index] is LayerKind.RECURRENT:
+        mixer = recurrent_params(config, reader, index)
+        return {**mixer, **_norms_and_mlp(config, reader, index)}
+    return (_mha_layer if config.mla is None else _mla_layer)(config, reader, index)
 
 
-def _mha_layer(config: ModelConfig, reader: _Reader, index: int) -> dict[str, Tensor]:
+def _mha_layer(config: ModelConfig, reader: TensorReader, index: int) -> dict[str, Tensor]:
     prefix = f"model.layers.{index}.self_attn."
     hidden, dim = config.hidden_size, config.head_dim
     sizes = {
@@ -100,7 +85,7 @@ def _mha_layer(config: ModelConfig, reader: _Reader, index: int) -> dict[str, Te
     return params
 
 
-def _mla_layer(config: ModelConfig, reader: _Reader, index: int) -> dict[str, Tensor]:
+def _mla_layer(config: ModelConfig, reader: TensorReader, index: int) -> dict[str, Tensor]:
     if config.mla is None:
         raise ValueError("latent attention needs MLA sizes")
     dims, heads, hidden = config.mla, config.num_attention_heads, config.hidden_size
@@ -124,7 +109,7 @@ def _mla_layer(config: ModelConfig, reader: _Reader, index: int) -> dict[str, Te
 
 
 def _mla_query(
-    config: ModelConfig, dims: MLADims, reader: _Reader, prefix: str
+    config: ModelConfig, dims: MLADims, reader: TensorReader, prefix: str
 ) -> dict[str, Tensor]:
     width = config.num_attention_heads * dims.qk_head_dim
     params: dict[str, Tensor] = {}
@@ -142,7 +127,7 @@ def _mla_query(
     return params
 
 
-def _norms_and_mlp(config: ModelConfig, reader: _Reader, index: int) -> dict[str, Tensor]:
+def _norms_and_mlp(config: ModelConfig, reader: TensorReader, index: int) -> dict[str, Tensor]:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     gate = reader.take(f"{prefix}mlp.gate_proj.weight", inner, hidden)

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..model_config import ModelConfig, config_from_dict
-from .params import Tensor
+from ..model_config import LayerKind, ModelConfig, config_from_dict
+from .recurrent_params import recurrent_shapes
+from .tensor_reader import Tensor
 
 _QUERY_GAIN = 3.0
 _OUTPUT_GAIN = 2.0
 _HEAD_GAIN = 3.0
+# log(exp(dt) - 1) of the mean step: a head then forgets about 2 % a token, so that distant tokens still count.
+_MEAN_DECAY_BIAS = -4.0
 
 _TINY = {
     "vocab_size": 300,
@@ -55,6 +58,36 @@ _PRESETS: dict[str, dict[str, object]] = {
         "v_head_dim": 24,
     },
 }
+_GQA = {**_PRESETS["tiny-gqa"], "sliding_window": 40}
+_DELTA = {
+    **_GQA,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+_PRESETS |= {
+    "tiny-swa": {
+        **_GQA,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "tiny-swa-only": {**_GQA, "layer_types": ["sliding_attention"] * 3},
+    "tiny-recurrent": {
+        **_DELTA,
+        "layer_types": ["linear_attention", "kda_attention", "full_attention"],
+    },
+    "tiny-hybrid": {
+        **_DELTA,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "linear_attention",
+            "sliding_attention",
+            "kda_attention",
+            "full_attention",
+        ],
+    },
+}
 PRESET_NAMES = tuple(_PRESETS)
 
 
@@ -82,10 +115,14 @@ class RandomTensors:
         stream = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         rng = np.random.default_rng(int.from_bytes(stream[:16], "little"))
         values = rng.standard_normal(shape, dtype=np.float32)
+        if name.endswith("A_log"):
+            return 0.5 * values
+        if name.endswith("dt_bias"):
+            return _MEAN_DECAY_BIAS + values
         if len(shape) == 1:
             is_bias = name.endswith(".bias")
             return 0.1 * values + np.float32(0.0 if is_bias else 1.0)
-        return values * np.float32(_gain(name) / np.sqrt(shape[1]))
+        return values * np.float32(_gain(name) / np.sqrt(np.prod(shape[1:])))
 
     def names(self) -> list[str]:
         """All tensor names, in checkpoint order."""
@@ -97,7 +134,7 @@ def _gain(name: str) -> float:
         return 10.0
     if "q_proj" in name or "q_b_proj" in name:
         return _QUERY_GAIN
-    if "o_proj" in name:
+    if "o_proj" in name or "out_proj" in name:
         return _OUTPUT_GAIN
     return _HEAD_GAIN if "lm_head" in name else 1.0
 
@@ -107,9 +144,8 @@ def _named_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        attention = _mha_shapes(config) if config.mla is None else _mla_shapes(config)
-        for name, shape in attention:
-            yield f"{prefix}self_attn.{name}", shape
+        for name, shape in _mixer_shapes(config, index):
+            yield prefix + name, shape
         yield f"{prefix}input_layernorm.weight", (hidden,)
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
         yield f"{prefix}mlp.gate_proj.weight", (config.intermediate_size, hidden)
@@ -118,6 +154,15 @@ def _named_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def _mixer_shapes(config: ModelConfig, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.layer_kinds[index] is LayerKind.RECURRENT:
+        yield from recurrent_shapes(config, index).items()
+        return
+    attention = _mha_shapes(config) if config.mla is None else _mla_shapes(config)
+    for name, shape in attention:
+        yield f"self_attn.{name}", shape
 
 
 def _mha_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

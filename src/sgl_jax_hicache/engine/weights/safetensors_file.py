@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..model_config import ModelConfig, ModelError, config_from_file
 from .fingerprint import TensorBytes, model_version
-from .params import Tensor
+from .tensor_reader import Tensor
 
 
 class SafetensorsDirectory:

@@ -15,7 +15,7 @@ from sgl_jax_hicache.engine.forward_batch import (
     SamplingParams,
     StepOutput,
 )
-from sgl_jax_hicache.engine.memory_pool import build_kv_pool
+from sgl_jax_hicache.engine.memory_pool import build_kv_pool, build_recurrent_pool
 from sgl_jax_hicache.engine.model_config import ModelConfig
 from sgl_jax_hicache.engine.model_runner import ModelRunner
 from sgl_jax_hicache.engine.weights import ModelParams
@@ -57,6 +57,7 @@ class Harness:
             max_running_requests=max_running_requests,
             extend_tile_tokens=tiles,
             max_context_len=max_context_len,
+            recurrent_pool=build_recurrent_pool(config, max_running_requests),
         )
         self._free = list(np.random.default_rng(7).permutation(np.arange(1, self.pool.num_pages)))
 
@@ -87,11 +88,24 @@ class Harness:
             wants_token=wants,
             sampling=sequence.sampling,
             num_sampled=sequence.sampled,
+            recurrent_slot=self.state_slot(sequence),
             **extra,
         )
         sequence.length = stop
         sequence.sampled += int(wants)
         return item
+
+    def state_slot(self, sequence: Request) -> int:
+        """The request's slot of the recurrent pool: not its index, so that a mix-up shows; 0 without a pool."""
+        pool = self.runner.recurrent_pool
+        return 0 if pool is None else pool.size - sequence.idx
+
+    def state(self, sequence: Request) -> list[np.ndarray[Any, Any]]:
+        """Copies of the recurrent and the convolution state of every recurrent layer."""
+        pool, slot = self.runner.recurrent_pool, self.state_slot(sequence)
+        assert pool is not None
+        pairs = zip(pool.recurrent_buffers, pool.conv_buffers, strict=True)
+        return [np.array(buffer[slot]) for state, conv in pairs for buffer in (state, conv[0])]
 
     def extend(self, sequence: Request, token_ids: Sequence[int], **extra: Any) -> StepOutput:
         """One prefill step of one request."""

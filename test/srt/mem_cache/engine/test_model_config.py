@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sgl_jax_hicache.engine.layer_kinds import RecurrentDims
 from sgl_jax_hicache.engine.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
+    RecurrentStatePool,
     build_kv_pool,
+    build_recurrent_pool,
 )
 from sgl_jax_hicache.engine.model_config import (
     LayerKind,
@@ -20,7 +23,10 @@ from sgl_jax_hicache.engine.model_config import (
     config_from_dict,
     config_from_file,
 )
+from sgl_jax_hicache.engine.req_to_token_pool import HybridReqToTokenPool
 from sgl_jax_hicache.engine.weights import PRESET_NAMES, read_config
+from sgl_jax_hicache.engine.weights.fingerprint import config_version
+from sgl_jax_hicache.engine.weights.random_weights import random_version
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -31,6 +37,23 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+MIXED = {
+    "layer_types": ["linear_attention", "sliding_attention", "kda_attention"],
+    "sliding_window": 40,
+}
+LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
 }
 
 
@@ -50,15 +73,52 @@ def test_defaults_are_those_of_hugging_face() -> None:
     assert config_from_dict(unused_window).layer_kinds == (LayerKind.FULL,) * 3
 
 
+def test_layer_kinds_and_their_sizes() -> None:
+    config = config_from_dict({**BASE, **LINEAR, **MIXED})
+    assert config.layer_kinds == (LayerKind.RECURRENT, LayerKind.SLIDING, LayerKind.RECURRENT)
+    assert (config.attention_layers, config.recurrent_layers) == ((1,), (0, 2))
+    assert config.sliding_window == 40
+    assert config.recurrent == RecurrentDims(4, 2, 8, 12, 4, channel_decay_layers=(2,))
+    assert config.kv_bytes_per_token() == 1 * 2 * 2 * 16 * 4
+    channels = 2 * 2 * 8 + 4 * 12
+    assert config.state_bytes_per_request() == 2 * 4 * (4 * 8 * 12 + channels * 3)
+    assert not config.is_full_attention
+    windowed = config_from_dict({**BASE, "sliding_window": 8, "max_window_layers": 1})
+    assert windowed.layer_kinds == (LayerKind.FULL, LayerKind.SLIDING, LayerKind.SLIDING)
+    unused = config_from_dict({**BASE, "sliding_window": 8, "layer_types": ["full_attention"] * 3})
+    assert unused == config_from_dict(BASE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 41},
+        {"linear_key_head_dim": 9},
+        {"layer_types": ["kda_attention", "sliding_attention", "linear_attention"]},
+    ],
+)
+def test_versions_of_random_and_of_stored_weights_name_layer_kinds(change: dict[str, Any]) -> None:
+    fields = {**BASE, **LINEAR, **MIXED}
+    one, other = config_from_dict(fields), config_from_dict({**fields, **change})
+    assert random_version(one, 0) != random_version(other, 0)
+    assert config_version("abc", one) != config_version("abc", other)
+    assert config_version("abc", config_from_dict(BASE)) == "abc"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "mamba"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
-        ({"layer_types": ["linear_attention"] * 3}, "recurrent"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "lacks"),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "lacks"),
+        ({**LINEAR, "layer_types": ["linear_attention"] * 3}, "recurrent layers alone"),
+        ({**LINEAR, **MIXED, "linear_num_key_heads": 3}, "3 key heads"),
+        ({**LINEAR, **MIXED, "linear_conv_kernel_dim": 1}, "convolution of 2 or more"),
+        ({**MIXED, "linear_num_value_heads": 4}, "lacks 'linear_num_key_heads'"),
         ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
         ({"layer_types": ["odd"] * 3}, "odd"),
-        ({"sliding_window": 64}, "sliding"),
+        ({"sliding_window": 0}, "window of 1 or more"),
+        ({"model_type": "deepseek_v3", **LATENT, "sliding_window": 8}, "latent attention"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
@@ -96,10 +156,46 @@ def test_pools_hold_what_the_config_announces(name: str, dtype: str) -> None:
     config = read_config(f"random:{name}:0")
     pool = build_kv_pool(config, size=64, page_size=16, dtype=dtype)
     assert pool.buffer_bytes() == config.kv_bytes_per_token(dtype) * (64 + 16)
-    assert len(pool.kv_buffer) == pool.layer_num == config.num_layers
+    assert len(pool.kv_buffer) == pool.layer_num == len(config.attention_layers)
     for buffer in pool.kv_buffer:
         assert buffer.shape == pool.buffer_shape
         assert buffer.dtype == pool.dtype
+    states = build_recurrent_pool(config, 3)
+    assert (states is None) == (config.recurrent is None)
+    if states is not None:
+        assert states.buffer_bytes() == config.state_bytes_per_request() * (3 + 1)
+
+
+def test_the_state_pool_has_a_dummy_slot_and_one_conv_buffer_a_layer() -> None:
+    pool = RecurrentStatePool(5, RecurrentDims(4, 2, 8, 12, 4), layer_num=2)
+    assert [buffer.shape for buffer in pool.recurrent_buffers] == [(6, 4, 8, 12)] * 2
+    assert [[b.shape for b in layer] for layer in pool.conv_buffers] == [[(6, 80, 3)]] * 2
+    lists = pool.recurrent_buffers, pool.conv_buffers
+    pool.recurrent_buffers[1] = pool.recurrent_buffers[1] + 1
+    pool.conv_buffers[0][0] = pool.conv_buffers[0][0] + 1
+    pool.clear()
+    assert pool.recurrent_buffers is lists[0] and pool.conv_buffers is lists[1]
+    assert not np.array(pool.recurrent_buffers[1]).any()
+    assert not np.array(pool.conv_buffers[0][0]).any()
+    with pytest.raises(ValueError, match="slots and layers"):
+        RecurrentStatePool(0, RecurrentDims(4, 2, 8, 12, 4), layer_num=2)
+
+
+def test_state_slots_are_handed_out_once() -> None:
+    rows = HybridReqToTokenPool(2, 64, recurrent_slots=2)
+    first, second = rows.alloc_recurrent_slot(), rows.alloc_recurrent_slot()
+    assert {first, second} == {1, 2}
+    assert rows.alloc_recurrent_slot() is None
+    assert rows.held() == "2 state slots are still held"
+    rows.free_recurrent_slot(1)
+    for slot in (1, 0, 3):
+        with pytest.raises(ValueError, match="not in use"):
+            rows.free_recurrent_slot(slot)
+    rows.clear()
+    assert rows.recurrent_available_size() == 2
+    assert rows.held() is None
+    with pytest.raises(ValueError, match="too few"):
+        HybridReqToTokenPool(3, 64, recurrent_slots=2)
 
 
 def test_row_layouts() -> None:

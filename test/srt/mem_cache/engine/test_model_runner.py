@@ -15,10 +15,11 @@ from sgl_jax_hicache.engine.layers.decoder_layer import decoder_layer
 from sgl_jax_hicache.engine.layers.paged_attention import TileMeta
 from sgl_jax_hicache.engine.memory_pool import build_kv_pool
 from sgl_jax_hicache.engine.model_config import ModelConfig
-from sgl_jax_hicache.engine.weights import PRESET_NAMES, LoadedModel, load_model
+from sgl_jax_hicache.engine.weights import LoadedModel, load_model
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors
 
 SEED = 5
+FULL_ATTENTION = ("tiny-mha", "tiny-gqa", "tiny-mla")
 model = cache(lambda name: load_model(f"random:{name}:{SEED}"))
 
 
@@ -31,7 +32,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 256, length)]
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_prefill_and_decode_match_the_dense_reference(name: str) -> None:
     h = harness(name)
     config: ModelConfig = model(name).config
@@ -70,7 +71,7 @@ def test_kv_is_bit_identical_over_chunkings(name: str, page_size: int) -> None:
         np.testing.assert_array_equal(logprob, logprobs[0])
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_decode_writes_the_same_kv_as_prefill(name: str) -> None:
     ids = prompt(70)
     h = harness(name)
@@ -82,7 +83,7 @@ def test_decode_writes_the_same_kv_as_prefill(name: str) -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_a_request_does_not_depend_on_its_neighbours(name: str) -> None:
     lengths = [40, 300, 5]
     alone = [harness(name).generate(prompt(n, n), 8) for n in lengths]
@@ -95,7 +96,7 @@ def test_a_request_does_not_depend_on_its_neighbours(name: str) -> None:
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_a_reused_prefix_gives_the_same_continuation(name: str) -> None:
     prefix, tail = prompt(128), prompt(21, seed=9)
     h = harness(name)
@@ -109,7 +110,7 @@ def test_a_reused_prefix_gives_the_same_continuation(name: str) -> None:
     assert warm == cold
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_what_no_one_wrote_is_never_read(name: str) -> None:
     ids = prompt(50)
     clean = harness(name).generate(ids, 6)
@@ -120,7 +121,7 @@ def test_what_no_one_wrote_is_never_read(name: str) -> None:
     assert h.generate(ids, 6) == clean
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_steps_donate_every_buffer_and_rebind_it_in_place(name: str) -> None:
     h = harness(name)
     request = h.new(64, idx=0)
@@ -148,7 +149,8 @@ def test_a_step_makes_no_copy_of_the_pool(name: str, seqs: int, rows: int) -> No
         count = jax.ShapeDtypeStruct((), np.int32)
         angles = jax.ShapeDtypeStruct((seqs * rows, 8), np.float32)
         hidden = jax.ShapeDtypeStruct((seqs * rows, config.hidden_size), np.float32)
-        meta = TileMeta(ids, ids, table, count, angles, angles)  # type: ignore[arg-type]
+        states = jax.ShapeDtypeStruct((seqs,), np.int32)
+        meta = TileMeta(ids, ids, table, count, states, angles, angles)  # type: ignore[arg-type]
         memory = layer.lower(params.layers[0], kv, hidden, meta).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= kv.nbytes
         return int(memory.temp_size_in_bytes)
@@ -156,7 +158,7 @@ def test_a_step_makes_no_copy_of_the_pool(name: str, seqs: int, rows: int) -> No
     assert scratch_bytes(1 << 16) == scratch_bytes(1 << 12)
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_a_step_writes_its_slots_and_the_sentinel_only(name: str) -> None:
     h = harness(name)
     request, other = h.new(64, idx=0), h.new(64, idx=1)
@@ -170,7 +172,7 @@ def test_a_step_writes_its_slots_and_the_sentinel_only(name: str) -> None:
         np.testing.assert_array_equal(np.array(buffer)[others], old[others])
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_bfloat16_pools_are_chunking_independent_and_close(name: str) -> None:
     ids = prompt(200)
     results = []
@@ -189,7 +191,7 @@ def test_bfloat16_pools_are_chunking_independent_and_close(name: str) -> None:
     assert np.abs(np.exp(exact) - np.exp(results[0])).sum() < 0.6
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_greedy_continuations_depend_on_the_first_token(name: str) -> None:
     h = harness(name, size=16384)
     changed = 0
