@@ -113,7 +113,8 @@ class ModelRunner:
         for tile in self._tiles:
             self._block_on(self.dispatch(_idle_extend(tile, page_size, SamplingParams())))
         sampled = SamplingParams(temperature=1.0, seed=0)
-        for num_items in self._batch_sizes():
+        for size in self._batch_sizes():
+            num_items = min(size, self.max_running_requests)
             for settings in (SamplingParams(), sampled):
                 self._block_on(self.dispatch(_idle_decode(num_items, settings)))
 

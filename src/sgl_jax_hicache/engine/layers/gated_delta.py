@@ -83,15 +83,16 @@ def _one_chunk(state: jax.Array, x: DeltaInputs) -> tuple[jax.Array, jax.Array]:
     beta = x.beta.T[..., None]
     total = jnp.cumsum(log_decay, axis=1)  # [heads, size, 1 or k_dim]
     since_start = jnp.exp(total)
-    earlier = jnp.tril(jnp.ones((size, size), bool), -1)
+    ones = jnp.ones((1, size, size), bool)
+    earlier, until_now = jnp.tril(ones, -1), jnp.tril(ones)
     q_by_k, k_by_k = _decayed_products(q, k, total)
-    system = jnp.where(earlier, beta * k_by_k, 0.0) + jnp.eye(size)
+    system = jnp.where(earlier, beta * k_by_k, 0.0) + jnp.eye(size)[None]
     recalled = jnp.einsum("hik,hkv->hiv", k * since_start, state, precision=_HIGHEST)
     u = jax.lax.linalg.triangular_solve(
         system, beta * (v - recalled), left_side=True, lower=True, unit_diagonal=True
     )
     from_state = jnp.einsum("hik,hkv->hiv", q * since_start, state, precision=_HIGHEST)
-    seen = jnp.where(earlier | jnp.eye(size, dtype=bool), q_by_k, 0.0)
+    seen = jnp.where(until_now, q_by_k, 0.0)
     out = from_state + jnp.einsum("hij,hjv->hiv", seen, u, precision=_HIGHEST)
     until_end = jnp.exp(total[:, -1:] - total)
     written = jnp.einsum("hjk,hjv->hkv", k * until_end, u, precision=_HIGHEST)
@@ -127,9 +128,10 @@ def short_conv(
     """
     rows, kernel = x.shape[1], weight.shape[1]
     inputs = jnp.concatenate([past.swapaxes(1, 2), x], axis=1)
-    y = inputs[:, :rows] * weight[:, 0]
+    taps = weight.T[:, None, None]
+    y = inputs[:, :rows] * taps[0]
     for tap in range(1, kernel):
-        y = y + inputs[:, tap : tap + rows] * weight[:, tap]
+        y = y + inputs[:, tap : tap + rows] * taps[tap]
 
     def tail(sequence: jax.Array, start: jax.Array) -> jax.Array:
         kept: jax.Array = jax.lax.dynamic_slice_in_dim(sequence, start, kernel - 1)

@@ -228,6 +228,12 @@ def test_warm_up_leaves_all_pages_but_the_sentinel_alone() -> None:
     assert harness("tiny-mha").generate(prompt(30), 5) == h.generate(prompt(30), 5)
 
 
+def test_a_runner_for_one_request_warms_up() -> None:
+    h = harness("tiny-mha", max_running_requests=1, tiles=(32,))
+    h.runner.warm_up()
+    assert h.generate(prompt(20), 3) == harness("tiny-mha").generate(prompt(20), 3)
+
+
 def test_batches_the_runner_was_not_built_for_are_refused() -> None:
     h = harness("tiny-mha", max_running_requests=2)
     requests = [h.new(32, idx=0) for _ in range(3)]

@@ -1,0 +1,100 @@
+"""Engines over models with sliding-window and recurrent layers, without reuse: whole requests, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
+from sgl_jax_hicache import launch_server
+from sgl_jax_hicache.engine.engine import Engine
+from sgl_jax_hicache.engine.engine_args import ArgumentError, EngineArgs
+from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
+
+NUM_NEW_TOKENS = 24
+HYBRID = ("tiny-swa", "tiny-swa-only", "tiny-recurrent", "tiny-hybrid")
+
+
+@contextmanager
+def engine_of(name: str, **settings: Any) -> Iterator[Engine]:
+    defaults = {
+        "max_total_tokens": 192,  # too few for all prompts and their answers at once
+        "context_length": 256,
+        "max_running_requests": 4,
+        "decode_reserve_ratio": 0.0,
+        "disable_radix_cache": True,
+    }
+    args = EngineArgs(model_path=f"random:{name}:5", **{**defaults, **settings})
+    with build_engine(args) as engine:
+        yield engine
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(4)
+    return [[int(t) for t in rng.integers(0, 256, n)] for n in (150, 7, 90, 33, 64, 1)]
+
+
+def ask(engine: Engine, ids: Any) -> Any:
+    return engine.generate(
+        input_ids=ids, sampling_params={"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny-swa", "tiny-hybrid"])
+def test_requests_together_retracted_and_chunked_are_as_alone(name: str) -> None:
+    with engine_of(name) as engine:
+        alone = [ask(engine, ids)["output_ids"] for ids in prompts()]
+        assert ask(engine, prompts()[0])["meta_info"]["cached_tokens"] == 0
+        expect_retracted(ask(engine, prompts()), alone)
+    with engine_of(name, chunked_prefill_size=48, disable_overlap_schedule=True) as engine:
+        expect_retracted(ask(engine, prompts()), alone)
+
+
+def expect_retracted(answers: list[dict[str, Any]], outputs: list[list[int]]) -> None:
+    """The very tokens, though some requests had to start again."""
+    assert [answer["output_ids"] for answer in answers] == outputs
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+
+
+def test_an_abort_leaves_nothing_behind_for_the_next_request() -> None:
+    with engine_of("tiny-hybrid") as engine:
+        want = ask(engine, prompts()[2])["output_ids"]
+        stream = engine.generate(
+            input_ids=prompts()[0], sampling_params={"max_new_tokens": 40}, stream=True
+        )
+        next(stream)
+        stream.close()
+        assert ask(engine, prompts()[2])["output_ids"] == want
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_reuse_is_refused_before_weights_are_read(name: str, tmp_path: Path) -> None:
+    model = f"random:{name}:5"
+    check_settings(EngineArgs(model_path=model, disable_radix_cache=True))
+    with pytest.raises(ArgumentError) as caught:
+        check_settings(EngineArgs(model_path=model))
+    message = str(caught.value)
+    assert message.startswith(f"--model-path {model}: its layers are ")
+    assert message.endswith("add --disable-radix-cache")
+    assert "\n" not in message
+    for storage in StorageKind:
+        hicache = HiCacheConfig(storage=storage, storage_path=tmp_path / "pages")
+        with pytest.raises(ArgumentError, match=f"replace --hicache-storage {storage.value} by"):
+            check_settings(EngineArgs(model_path=model, hicache=hicache))
+    assert not (tmp_path / "pages").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--hicache-storage", "none"]])
+def test_the_launcher_says_so_in_one_line_with_status_2(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_server.main(["--model-path", "random:tiny-hybrid:0", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "full and recurrent and sliding" in error
+    assert "--disable-radix-cache" in error
