@@ -86,11 +86,9 @@ def _one_chunk(state: jax.Array, x: DeltaInputs) -> tuple[jax.Array, jax.Array]:
     ones = jnp.ones((1, size, size), bool)
     earlier, until_now = jnp.tril(ones, -1), jnp.tril(ones)
     q_by_k, k_by_k = _decayed_products(q, k, total)
-    system = jnp.where(earlier, beta * k_by_k, 0.0) + jnp.eye(size)[None]
+    solve = _unit_lower_inverse(jnp.where(earlier, beta * k_by_k, 0.0))
     recalled = jnp.einsum("hik,hkv->hiv", k * since_start, state, precision=_HIGHEST)
-    u = jax.lax.linalg.triangular_solve(
-        system, beta * (v - recalled), left_side=True, lower=True, unit_diagonal=True
-    )
+    u = jnp.matmul(solve, beta * (v - recalled), precision=_HIGHEST)
     from_state = jnp.einsum("hik,hkv->hiv", q * since_start, state, precision=_HIGHEST)
     seen = jnp.where(until_now, q_by_k, 0.0)
     out = from_state + jnp.einsum("hij,hjv->hiv", seen, u, precision=_HIGHEST)
@@ -98,6 +96,24 @@ def _one_chunk(state: jax.Array, x: DeltaInputs) -> tuple[jax.Array, jax.Array]:
     written = jnp.einsum("hjk,hjv->hkv", k * until_end, u, precision=_HIGHEST)
     state = state * since_start[:, -1, :, None] + written
     return state, out.swapaxes(0, 1)
+
+
+def _unit_lower_inverse(below: jax.Array) -> jax.Array:
+    """The inverse of I + below [heads, n, n], strictly lower triangular, n a power of two.
+
+    Blocks of twice the size at a time: [[P, 0], [C, Q]] has the inverse [[P', 0], [-Q' C P', Q']]. Products only, where
+    a solver would call out to LAPACK once a head.
+    """
+    n, size = below.shape[-1], 1
+    inverse = jnp.broadcast_to(jnp.eye(n), below.shape)
+    block = jnp.arange(n)
+    while size < n:
+        row, column = block[None, :, None] // size, block[None, None, :] // size
+        corner = jnp.where((row % 2 == 1) & (column == row - 1), below, 0.0)
+        left = jnp.matmul(inverse, corner, precision=_HIGHEST)
+        inverse = inverse - jnp.matmul(left, inverse, precision=_HIGHEST)
+        size *= 2
+    return inverse
 
 
 def _decayed_products(q: jax.Array, k: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
