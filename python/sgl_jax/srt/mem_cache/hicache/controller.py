@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from .async_impl import Completion, DeviceJob, IoJob, IoLane, TransferExecutor
 from .chunks import bucket_sizes
-from .errors import InvariantError
+from .errors import InvariantError, StorageUnavailableError
 from .host_pool.base import HostKVPool
 from .metrics import HiCacheMetrics
 from .page_key import PageHasher
@@ -259,17 +259,16 @@ class HiCacheController:
         self, kind: ComponentKind, host_pages: Int32Array, page_keys: Sequence[PageKey]
     ) -> TransferFuture:
         """Write READY host pages to storage."""
-        io = self._io[kind]
+        host_pool, storage = self._io[kind].host_pool, self._storage(kind)
         future = TransferFuture(self._new_id())
         self._register(TransferKind.STORE, kind, host_pages, future)
 
         def run() -> list[bool]:
-            assert io.storage is not None
             stored: list[bool] = []
             for first in range(0, len(host_pages), STORAGE_BATCH_PAGES):
                 batch = slice(first, first + STORAGE_BATCH_PAGES)
-                payloads = io.host_pool.read_bytes(host_pages[batch])
-                stored.extend(io.storage.set(page_keys[batch], payloads))
+                payloads = host_pool.read_bytes(host_pages[batch])
+                stored.extend(storage.set(page_keys[batch], payloads))
             return stored
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))
@@ -279,12 +278,11 @@ class HiCacheController:
         self, kind: ComponentKind, hasher: PageHasher, parent: PageKey | None, tokens: bytes
     ) -> TransferId:
         """Ask storage how many of the whole pages in `tokens` it has, from the first on. Hashes on the worker."""
-        storage = self._io[kind].storage
+        storage = self._storage(kind)
         transfer_id = self._new_id()
         self._lookups[transfer_id] = kind
 
         def run() -> tuple[PageKey, ...]:
-            assert storage is not None
             page_keys = hasher.chain(parent, tokens)
             for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
                 there = storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
@@ -299,19 +297,18 @@ class HiCacheController:
         self, kind: ComponentKind, page_keys: Sequence[PageKey], host_pages: Int32Array
     ) -> TransferFuture:
         """Read pages from storage into host pages (WRITING). Only the leading run of pages that verify is kept."""
-        io = self._io[kind]
+        host_pool, storage = self._io[kind].host_pool, self._storage(kind)
         future = TransferFuture(self._new_id())
         self._register(TransferKind.FETCH, kind, host_pages, future)
 
         def run() -> list[bool]:
-            assert io.storage is not None
-            found = io.storage.get(page_keys)
+            found = storage.get(page_keys)
             pages: list[PageBytes] = []
             for page in found:
                 if page is None:
                     break
                 pages.append(page)
-            io.host_pool.write_bytes(host_pages[: len(pages)], pages)
+            host_pool.write_bytes(host_pages[: len(pages)], pages)
             return [index < len(pages) for index in range(len(host_pages))]
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.READ))
@@ -406,6 +403,12 @@ class HiCacheController:
             raise InvariantError(f"backups hold {backup_bytes} bytes, counted {self._backup_bytes}")
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _storage(self, kind: ComponentKind) -> HiCacheStorage:
+        storage = self._io[kind].storage
+        if storage is None:
+            raise StorageUnavailableError(f"{kind.value} has no storage")
+        return storage
 
     def _new_id(self) -> TransferId:
         self._next_id += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .components.base import BackupPlan, PrefetchRequest, TreeComponent
+from .components.base import BackupPlan, PrefetchPlan, PrefetchRequest, TreeComponent
 from .components.full import FullComponent, device_pages_of
 from .contract import DonationBarrier, TokenToKVPoolAllocator
 from .controller import LoadFuture
@@ -342,25 +342,34 @@ class TieredTree:
         Everything the load reads or hangs on is pinned before room is made for it: making room can back up, and so
         evict host pages, and may not evict these.
         """
-        dp_rank = path[-1].namespace.dp_rank
         num_tokens = sum(node.num_tokens for node in path)
         plan = self.full.prefetch(PrefetchRequest(path, num_tokens))
         pool = self.tiers.controller.host_pool(self.full.kind)
+        last_node, loaded = path[-1], None
         pool.lock(plan.host_pages)
-        self.full.lock(path[-1])
-        slots = self._alloc_device(num_tokens - device_len, dp_rank)
-        future = None
-        if slots is not None:
-            future = self.tiers.load(plan, device_pages_of(slots, self._page_size), dp_rank)
-        self.settle()
-        pool.unlock(plan.host_pages)
-        if slots is None or future is None:
-            self.full.unlock(path[-1])
-            if slots is not None:
-                self.free_device(slots, dp_rank)
+        self.full.lock(last_node)
+        try:
+            loaded = self._load_pinned(plan, num_tokens - device_len, last_node)
+        finally:
+            pool.unlock(plan.host_pages)
+            if loaded is None:
+                self.full.unlock(last_node)
+        return loaded
+
+    def _load_pinned(
+        self, plan: PrefetchPlan, num_tokens: int, last_node: TreeNode
+    ) -> tuple[Int32Array, PendingLoad] | None:
+        dp_rank = last_node.namespace.dp_rank
+        slots = self._alloc_device(num_tokens, dp_rank)
+        if slots is None:
             return None
-        self._attach_loaded(path[-1], slots)
-        return slots, PendingLoad(future, path[-1], self.epoch)
+        future = self.tiers.load(plan, device_pages_of(slots, self._page_size), dp_rank)
+        self.settle()
+        if future is None:
+            self.free_device(slots, dp_rank)
+            return None
+        self._attach_loaded(last_node, slots)
+        return slots, PendingLoad(future, last_node, self.epoch)
 
     def _attach_loaded(self, last_node: TreeNode, device_slots: Int32Array) -> None:
         """Give loaded slots to the nodes they belong to, as the path is now (settling may have split it)."""
