@@ -145,7 +145,7 @@ class UnifiedRadixCache:
         if (rest := key[start * self._codec.token_bytes :]) != b"":
             parent = path[-1] if path else self.root_node
             slots = params.value[start : len(key) // self._codec.token_bytes]
-            path.append(self._tree.add_device_leaf(parent, namespace, rest, slots))
+            path += self._tree.add_device_leaves(parent, namespace, rest, slots)
         last_node = path[-1] if path else self.root_node
         self._tree.touch(last_node)
         self._tree.write_through(path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tree_world import ManualExecutor, Request, World, prompt, stored_keys
 
-from sgl_jax.srt.mem_cache.hicache.config import HostScheme, StorageKind, WritePolicy
+from sgl_jax.srt.mem_cache.hicache.config import AsyncImpl, HostScheme, StorageKind, WritePolicy
 from sgl_jax.srt.mem_cache.hicache.tree_types import (
     EvictParams,
     InsertParams,
@@ -298,6 +298,28 @@ def test_flush_stores_more_than_the_host_can_hold_at_once() -> None:
     assert len(stored_keys(shelf)) == 12
     fresh = World(storage=StorageKind.FILE, shelf=shelf)
     assert [fresh.run(tokens(17, 100 * (i + 1))).storage for i in range(3)] == [16, 16, 16]
+
+
+def test_a_prompt_longer_than_the_host_pool_is_stored_in_parts() -> None:
+    shelf: dict = {}
+    world = World(
+        ratio=0.25, storage=StorageKind.FILE, policy=WritePolicy.WRITE_THROUGH_AND_BACK, shelf=shelf
+    )
+    world.run(tokens(49))
+    assert world.host_pool.num_pages == 4
+    assert world.cache.flush_to_storage(10.0)
+    assert len(stored_keys(shelf)) == 12
+    world.verify_at_rest()
+
+
+def test_flush_ends_when_storage_takes_nothing() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, policy=WritePolicy.WRITE_THROUGH_AND_BACK, shelf=shelf)
+    for storage in shelf.values():
+        storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(33))
+    assert not world.cache.flush_to_storage(10.0)
+    world.verify_at_rest()
 
 
 def test_a_node_split_while_its_backup_is_under_way_is_stored_whole() -> None:
@@ -627,6 +649,34 @@ def test_random_requests(
     for req in running:
         world.finish(req)
     world.verify_at_rest()
+
+
+@pytest.mark.parametrize("async_impl", list(AsyncImpl))
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_random_requests_with_real_executors(
+    async_impl: AsyncImpl, policy: WritePolicy, seed: int
+) -> None:
+    """Whole requests one after the other while real workers move pages; nothing reused may ever be wrong."""
+    rng = random.Random(seed)
+    shelf: dict = {}
+    stems = [prompt(rng, 40) for _ in range(5)]
+    for _ in range(3):
+        world = World(
+            device_pages=20,
+            ratio=rng.choice([0.5, 2.0]),
+            storage=StorageKind.FILE,
+            policy=policy,
+            shelf=shelf,
+            async_impl=async_impl,
+        )
+        for _ in range(40):
+            token_ids = rng.choice(stems)[: rng.randrange(1, 40)] + prompt(rng, rng.randrange(1, 8))
+            chunk = rng.choice([None, 3, 8])
+            served = world.run(token_ids, chunk=chunk, num_output=rng.randrange(4))
+            assert served.cached + served.computed == len(token_ids)
+        world.verify_at_rest()
+        assert world.cache.flush_to_storage(60.0)
+        assert world.cache.shutdown(60.0)
 
 
 def owned_tokens(world: World, req: Request) -> int:

@@ -67,6 +67,10 @@ class TieredTree:
         self._metrics = metrics
         self._tiers = tiers
         self._store_early = store_early
+        # Tokens; 0 without a host.
+        self._longest_node = (
+            tiers.controller.host_pool(full.kind).num_pages * codec.page_size if tiers else 0
+        )
         self._lookups: list[LookupResult] = []
         self._fetches: list[TransferResult] = []
 
@@ -131,13 +135,21 @@ class TieredTree:
 
     # -- device ------------------------------------------------------------------------------------------------------
 
-    def add_device_leaf(
+    def add_device_leaves(
         self, parent: TreeNode, namespace: KeyNamespace, key: bytes, device_slots: Int32Array
-    ) -> TreeNode:
-        """A new leaf whose pages are on the device."""
-        node = self.tree.add_child(parent, namespace, key)
-        self.attach_device(node, device_slots)
-        return node
+    ) -> list[TreeNode]:
+        """New nodes below `parent` whose pages are on the device: one, or, because a node is backed up whole, a chain
+        of nodes that each fit into the host pool."""
+        added: list[TreeNode] = []
+        num_tokens = self._longest_node or len(device_slots)
+        for start in range(0, len(device_slots), num_tokens):
+            slots = device_slots[start : start + num_tokens]
+            first = start * self._codec.token_bytes
+            part = key[first : first + len(slots) * self._codec.token_bytes]
+            parent = self.tree.add_child(parent, namespace, part)
+            self.attach_device(parent, slots)
+            added.append(parent)
+        return added
 
     def attach_device(self, node: TreeNode, device_slots: Int32Array) -> None:
         """`node` takes over these slots."""
@@ -253,8 +265,8 @@ class TieredTree:
     def flush(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting for it; True if that was done in time.
 
-        Works in waves, parents first: what the host lacks is backed up as far as there is room, what storage lacks is
-        written, and what was written makes room for the next wave.
+        Works in waves, parents first: what the host has is written, what the host lacks is backed up as far as there
+        is room, and what was written makes room for the next wave.
         """
         if not self.has_storage:
             return True
@@ -263,7 +275,11 @@ class TieredTree:
             missing = [node for node in self.tree.nodes() if not self._is_stored(node)]
             if not missing and not self.tiers.controller.num_in_flight:
                 return True
-            started = sum(self._push_down(node) for node in missing)
+            if not self.tiers.controller.storage_writable(self.full.kind):
+                return False
+            # Written first: pages on their way to storage are not dropped to make room for the others.
+            started = sum(self._write_back(self.full, node) for node in missing)
+            started += sum(self._back_up_if_missing(node) for node in missing)
             remaining_s = deadline - self.tiers.controller.now_s()
             if not started and not self.tiers.controller.num_in_flight:
                 return False
@@ -277,14 +293,9 @@ class TieredTree:
             return data.in_storage
         return bool(self.full.host.stored[data.host_pages].all())
 
-    def _push_down(self, node: TreeNode) -> bool:
-        """Start the next step of a node on its way to storage; False if it cannot go on now."""
+    def _back_up_if_missing(self, node: TreeNode) -> bool:
         plan = self.full.write_through(node)
-        if plan is not None:
-            return self._backup(plan)
-        return self.tiers.controller.storage_writable(self.full.kind) and self._write_back(
-            self.full, node
-        )
+        return plan is not None and self._backup(plan)
 
     # -- storage -> host ---------------------------------------------------------------------------------------------
 
