@@ -1,9 +1,9 @@
 """What HiCache costs a decode step of a server that never hits: pairs of the same work with it on and off.
 
 Two engines with the same model live in one process. In each pair both decode as many fresh random prompts, one engine
-after the other, in alternating order; the figures are the mean time of a decode step, and
-its ratio on/off pair by pair. No prompt comes twice, so every page is backed up (and, with
-`file`, written) and none is ever reused.
+after the other, in alternating order. The figures are the mean time of a decode step, and on/off pair by pair: the
+machine's slow moments hit both of a pair, so that tells more than the ratio of medians. No prompt comes twice, so every
+page is backed up (and, with `file`, written) and none is ever reused.
 """
 
 from __future__ import annotations
@@ -113,6 +113,5 @@ def run(args: argparse.Namespace) -> list[Record]:
             [off * 1e3 for _, off in pairs],
             **params,
         ),
-        # The machine's slow moments hit both of a pair, so their ratio tells more than the ratio of medians.
         measured("decode step, on / off", [on / off for on, off in pairs], "ratio", 1.0, **params),
     ]

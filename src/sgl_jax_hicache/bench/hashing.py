@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> list[Record]:
         actions = (
             lambda tokens=tokens, codec=codec: bare_chain(tokens, codec.page_bytes),
             lambda hasher=hasher, tokens=tokens: hasher.chain(None, tokens),
-            lambda hasher=hasher, codec=codec, ids=token_list: hasher.chain(None, codec.encode(ids)),
+            lambda hasher=hasher, codec=codec, ids=token_list: hasher.chain(
+                None, codec.encode(ids)
+            ),
         )
         bare, from_bytes, from_list = (
             rates(num_tokens / 1e6, seconds) for seconds in side_by_side(actions, args.repeats)

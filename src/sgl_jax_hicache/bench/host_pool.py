@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> list[Record]:
         ("host pool alloc + free", alloc_free),
         ("host pool alloc + put + mark_ready + free", whole_life),
     ):
-        actions = [lambda pool=pool, action=action: action(pool) for pool in pools]  # type: ignore[misc]
+        actions = [lambda pool=pool, action=action: action(pool) for pool in pools]
         spent = side_by_side(actions, args.repeats)
         first_us = [s / args.pages * 1e6 for s in spent[0]]
         for num_slots, seconds in zip(args.slots, spent, strict=True):

@@ -7,6 +7,7 @@ loads others back. Memory is counted from the moment the cache is built and comp
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 from dataclasses import dataclass
 
@@ -119,21 +120,16 @@ def measure(sizes: Sizes, scheme: HostScheme, executor: AsyncImpl) -> Record:
         host_scheme=scheme,
         async_impl=executor,
     )
-    gc.collect()
-    before = _resident_mb() if scheme is HostScheme.SLAB else 0.0
     traffic = Traffic(sizes, config)
-    gc.collect()
-    if scheme is HostScheme.PER_BLOCK:
-        before = _resident_mb()
-    else:  # a slab is there from the start, and so is the device pool, which no flag of the host's promised
-        before += sizes.device_pages * sizes.page_bytes / 1e6
+    promised = sizes.host_pages * sizes.page_bytes / 1e6
+    # A slab is there from the start; per_block has handed everything back after compiling.
+    before = _resident_mb() - (promised if scheme is HostScheme.SLAB else 0.0)
     samples = []
     for cycle in range(sizes.num_cycles):
         traffic.serve(cycle)
         if (cycle + 1) % max(sizes.num_cycles // 20, sizes.num_prompts) == 0:
             samples.append(_resident_mb() - before)
     traffic.close()
-    promised = sizes.host_pages * sizes.page_bytes / 1e6
     final = _resident_mb() - before
     return Record(
         "host memory held",
@@ -152,6 +148,11 @@ def measure(sizes: Sizes, scheme: HostScheme, executor: AsyncImpl) -> Record:
 
 
 def _resident_mb() -> float:
+    """Resident memory, without what the C library keeps of freed memory where it can be asked to let go."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     return float(psutil.Process().memory_info().rss) / 1e6
 
 

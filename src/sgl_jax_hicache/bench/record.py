@@ -1,8 +1,8 @@
-"""What a benchmark gives: records of a value and of the limit measured beside it; how they are timed, kept and shown.
+"""What a benchmark gives: records of a value and the limit measured beside it; how they are timed, kept and shown.
 
-In JSON a record is `{name, value, unit, limit, ratio, samples, params}`. `value` is the median of `samples`, `limit` the
-median of what bounds it, in the same unit and from the same run, or null; `ratio` is value / limit. `params` holds what
-was measured and, under "run", where and with what.
+In JSON a record is `{name, value, unit, limit, ratio, samples, params}`. `value` is the median of `samples`, `limit`
+the median of what bounds it, in the same unit and from the same run, or null; `ratio` is value / limit. `params` holds
+what was measured and, under "run", where and with what.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class Record:
         """The inverse of `to_json`."""
         params = {key: value for key, value in data["params"].items() if key != "p90"}
         limit = data["limit"]
-        return cls(
-            data["name"], data["value"], data["unit"], limit, tuple(data["samples"]), params
-        )
+        return cls(data["name"], data["value"], data["unit"], limit, tuple(data["samples"]), params)
 
 
 def measured(

@@ -176,9 +176,7 @@ class ReplayEngine:
             raise ReplayError(f"no transfer ended in {_WAIT_S} s")
         return time.perf_counter() - begun_s
 
-    def _admit(
-        self, key: RadixKey, watch: _Stopwatch
-    ) -> tuple[tuple[Int32Array, object], int]:
+    def _admit(self, key: RadixKey, watch: _Stopwatch) -> tuple[tuple[Int32Array, object], int]:
         """Match and load. The prefix's slots and its node, which is locked, and how many were on the device."""
         cache = self.cache
         with watch.phase("match"):

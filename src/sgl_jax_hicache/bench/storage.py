@@ -73,7 +73,9 @@ def measure_set_get(root: Path, page_bytes: int, repeats: int) -> list[Record]:
     page = np.random.default_rng(0).integers(0, 256, page_bytes).astype(np.uint8)
     pages = [page] * BATCH_PAGES
     reused = np.zeros(page_bytes, np.uint8)
-    seconds: dict[str, list[float]] = {name: [] for name in ("raw", "set", "reused", "fresh", "get")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("raw", "set", "reused", "fresh", "get")
+    }
     for repeat in range(repeats + 2):
         keys = new_keys(repeat, BATCH_PAGES)
         names = [raw / key.hex() for key in keys]
@@ -143,7 +145,7 @@ def _write_raw(paths: Sequence[Path], page: npt.NDArray[np.uint8]) -> None:
     for path in paths:
         temporary = f"{path}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, page)
+        os.write(descriptor, page.data)
         os.close(descriptor)
         os.rename(temporary, path)
 
@@ -151,7 +153,7 @@ def _write_raw(paths: Sequence[Path], page: npt.NDArray[np.uint8]) -> None:
 def _read_raw(paths: Sequence[Path], targets: Sequence[npt.NDArray[np.uint8]]) -> None:
     for path, target in zip(paths, targets, strict=True):
         with open(path, "rb", buffering=0) as file:
-            file.readinto(target)
+            file.readinto(target.data)
 
 
 def _read_fresh(paths: Sequence[Path], page_bytes: int) -> None:

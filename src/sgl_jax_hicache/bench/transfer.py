@@ -11,6 +11,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +74,9 @@ class Mover:
         self.holder = [
             jax.numpy.full(shape, i, workload.dtype) for i in range(workload.num_buffers)
         ]
-        buffers = DeviceBuffers([BufferRef(f"k{i}", self.holder, i) for i in range(len(self.holder))])
+        buffers = DeviceBuffers(
+            [BufferRef(f"k{i}", self.holder, i) for i in range(len(self.holder))]
+        )
         layout = buffers.layout(ComponentKind.FULL, 1)
         self.transfer = PageTransfer(buffers, layout)
         self.pool = create_host_pool(
@@ -157,7 +160,7 @@ def measure(workload: Workload, scheme: str, executor: str, repeats: int) -> lis
                 engine_ms[what].append(s * 1e3)
     mover.close()
     gb = {what: rates(workload.num_bytes / 1e9, seconds) for what, seconds in spent.items()}
-    params = {"pages": workload.name, "scheme": scheme, "executor": executor}
+    params: dict[str, Any] = {"pages": workload.name, "scheme": scheme, "executor": executor}
     moved = [measured(f"transfer {w}", gb[w], "GB/s", gb["memcpy"], **params) for w in engine_ms]
     return moved + [
         measured(f"transfer {what}, engine", ms, "ms", **params) for what, ms in engine_ms.items()
