@@ -8,6 +8,7 @@ what was measured and, under "run", where and with what.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -112,9 +114,14 @@ def rates(amount: float, seconds: Iterable[float]) -> list[float]:
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Command, machine, versions and commit of this run."""
-    command = f"python -m sgl_jax_hicache.bench {shlex.join(argv)}"
-    return {"command": command, "commit": commit(), **machine()}
+    """Command, commit, machine and versions of this run, and how busy the machine was in its last minute."""
+    return {
+        "command": f"python -m sgl_jax_hicache.bench {shlex.join(argv)}",
+        "commit": commit(),
+        **machine(),
+        "backend": jax.default_backend(),
+        "load": round(os.getloadavg()[0], 1),
+    }
 
 
 def stamped(records: Iterable[Record], run: dict[str, Any]) -> list[Record]:

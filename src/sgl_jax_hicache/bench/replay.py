@@ -38,7 +38,7 @@ FULL_TRACE_BLOCKS = 121_877
 """Blocks of the whole Mooncake trace, for which the standard sizes are meant; they shrink with a shorter trace."""
 
 L1_BLOCKS = (1_000, 3_000, 10_000, 30_000)
-RATIOS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
+RATIOS = (1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,20 @@ class Levels:
         )
 
 
-def replay(requests: Sequence[TraceRequest], levels: Levels, token_lists: bool) -> list[Served]:
-    """Serve all requests with a cache of these levels; what each one found. Raises ReplayError."""
+def replay(
+    requests: Sequence[TraceRequest],
+    levels: Levels,
+    token_lists: bool = False,
+    precompile: bool = True,
+) -> list[Served]:
+    """Serve all requests with a cache of these levels; what each one found. Raises ReplayError.
+
+    Without `precompile` the first requests compile the transfers: the hits are the same, the times are not.
+    """
     with tempfile.TemporaryDirectory(prefix="hicache-replay-") as folder:
         config = levels.config(Path(folder))
         factories = _FACTORIES[levels.l3 or "memory"]
-        engine = ReplayEngine(levels.l1_blocks, config, factories, token_lists)
+        engine = ReplayEngine(levels.l1_blocks, config, factories, token_lists, precompile)
         try:
             served = [engine.serve(request) for request in requests]
             engine.cache.check_invariants()

@@ -111,6 +111,7 @@ class ReplayEngine:
         config: HiCacheConfig,
         storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES,
         token_lists: bool = False,
+        precompile: bool = True,
     ) -> None:
         self._token_lists = token_lists
         self._pool = BlockPool(l1_blocks)
@@ -125,7 +126,8 @@ class ReplayEngine:
             model_identity=ModelIdentity("replay", "0"),
             storage_factories=storage_factories,
         )
-        self.cache.precompile_hicache_transfers()
+        if precompile:
+            self.cache.precompile_hicache_transfers()
         self._num_served = 0
 
     def serve(self, request: TraceRequest) -> Served:

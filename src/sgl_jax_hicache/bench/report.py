@@ -31,12 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip", nargs="+", choices=BENCHMARKS, default=[], help="benchmarks to leave out"
     )
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="records to show")
+    parser.add_argument(
+        "--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="records to show"
+    )
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Measure, and write the report. Raises ArgumentTypeError if a benchmark fails or --from cannot be read."""
-    records = _measure_all(args) if args.source is None else _read(args.source)
+    records = _measure_all(args) if args.sources is None else _read(args.sources)
+    if not records:
+        raise argparse.ArgumentTypeError("there are no records to report")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     plots = write_plots(records, args.output_dir)
     path = args.output_dir / "bench.md"
@@ -45,11 +49,11 @@ def run(args: argparse.Namespace) -> list[Record]:
     return records
 
 
-def _read(source: Path) -> list[Record]:
+def _read(sources: Sequence[Path]) -> list[Record]:
     try:
-        return read_json(source)
+        return [_without_path(record) for source in sources for record in read_json(source)]
     except (OSError, ValueError, KeyError) as error:
-        raise argparse.ArgumentTypeError(f"--from {source}: no records: {error}") from error
+        raise argparse.ArgumentTypeError(f"--from: no records: {error}") from error
 
 
 def _measure_all(args: argparse.Namespace) -> list[Record]:
@@ -74,7 +78,7 @@ def _measure_all(args: argparse.Namespace) -> list[Record]:
 
 
 def _without_path(record: Record) -> Record:
-    """The temporary file is nothing that a reader could use."""
+    """Where the records were written is nothing that a reader could use."""
     run = record.params[RUN]
     run["command"] = run["command"].partition(" --json ")[0]
     return record
@@ -101,10 +105,19 @@ _INTRODUCTION = (
 
 
 def _about(records: Sequence[Record]) -> list[str]:
-    run = records[0].params[RUN] if records else {}
+    run = records[0].params[RUN]
     commits = dict.fromkeys(str(r.params[RUN]["commit"]) for r in records)
-    facts = [f"* {key}: {value}" for key, value in run.items() if key not in ("command", "commit")]
-    return ["\n".join([*facts, f"* commit: {', '.join(commits)}"])]
+    shown = {key: value for key, value in run.items() if key not in ("command", "commit", "load")}
+    loads = [float(r.params[RUN].get("load", 0.0)) for r in records]
+    return [
+        "\n".join(
+            [
+                *(f"* {key}: {value}" for key, value in shown.items()),
+                f"* load average of the machine at the end of each benchmark: {min(loads)} to {max(loads)}",
+                f"* commit: {', '.join(commits)}",
+            ]
+        )
+    ]
 
 
 def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -58,7 +58,7 @@ WORKLOADS = {
         Workload("64x4MB-bf16-large-pool", 64, 16, (64, 8, 256), "bfloat16", pool_factor=4),
         Workload("128x740KB-f32", 128, 30, (16, 6, 64)),
         Workload("256x64KB-f32", 256, 16, (8, 128)),
-        Workload("8x64KB-f32", 8, 16, (8, 128)),
+        Workload("8x16KB-f32", 8, 4, (8, 128)),
     )
 }
 DEFAULT_WORKLOADS = [name for name in WORKLOADS if not name.startswith("8x")]

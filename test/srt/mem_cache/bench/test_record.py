@@ -27,12 +27,12 @@ FIELDS = {"name", "value", "unit", "limit", "ratio", "samples", "params"}
 
 # Sizes at which a benchmark proves that it runs, not what it finds. Those left out have tests of their own.
 TINY = {
-    "transfer": ["--pages", "8x64KB-f32", "--repeats", "2"],
+    "transfer": ["--pages", "8x16KB-f32", "--repeats", "2"],
     "host_pool": ["--slots", "64", "128", "--pages", "32", "--repeats", "2"],
     "tree": ["--leaves", "8", "16", "--prompts", "20", "--tokens", "256"],
     "hashing": ["--tokens", "256", "--page-sizes", "16", "64", "--repeats", "2"],
     "storage": ["--page-bytes", "4096", "--repeats", "2", "--files", "20", "40"],
-    "memory": ["--cycles", "40", "--page-bytes", "4096", "--host-pages", "32"],
+    "memory": ["--cycles", "40", "--page-bytes", "2097152", "--host-pages", "32"],
     "replay": ["--requests", "4", "--l1-blocks", "400"],
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
 from sgl_jax_hicache.bench.replay import Levels, plain_lru, replay, standard_levels
-from sgl_jax_hicache.bench.replay_engine import ReplayEngine, ReplayError
+from sgl_jax_hicache.bench.replay_engine import ReplayEngine, ReplayError, Served
 from sgl_jax_hicache.bench.trace import (
     DEFAULT_TRACE,
     BlockLru,
@@ -24,11 +24,12 @@ def requests(*prompts: list[int]) -> list[TraceRequest]:
     return [TraceRequest(i, tuple(prompt)) for i, prompt in enumerate(prompts)]
 
 
-def hits(served: list[object]) -> list[tuple[int, int, int]]:
-    return [
-        (s.tiers.device // 512, s.tiers.host // 512, s.tiers.storage // 512)  # type: ignore[attr-defined]
-        for s in served
-    ]
+def run(prompts: list[TraceRequest], levels: Levels, token_lists: bool = False) -> list[Served]:
+    return replay(prompts, levels, token_lists, precompile=False)
+
+
+def hits(served: list[Served]) -> list[tuple[int, int, int]]:
+    return [(s.tiers.device // 512, s.tiers.host // 512, s.tiers.storage // 512) for s in served]
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +54,30 @@ def test_the_cut_is_what_it_says(cut: list[TraceRequest]) -> None:
     "levels", [Levels(400), Levels(400, 800), Levels(400, 800, "memory"), Levels(400, 800, "file")]
 )
 def test_the_same_trace_gives_the_same_hits(cut: list[TraceRequest], levels: Levels) -> None:
-    first, second = (replay(cut[:60], levels, token_lists=False) for _ in range(2))
+    first, second = (run(cut[:60], levels) for _ in range(2))
     assert hits(first) == hits(second)
     assert any(any(hit) for hit in hits(first))
 
 
 def test_lists_and_arrays_of_tokens_are_the_same(cut: list[TraceRequest]) -> None:
-    arrays, lists = (replay(cut[:30], Levels(400), token_lists=kind) for kind in (False, True))
+    arrays, lists = (run(cut[:30], Levels(400), kind) for kind in (False, True))
     assert hits(arrays) == hits(lists)
 
 
 def test_l1_alone_hits_as_often_as_a_plain_lru(cut: list[TraceRequest]) -> None:
     for levels in standard_levels(cut):
         if not levels.l2_blocks:
-            served = replay(cut, levels, token_lists=False)
+            served = run(cut, levels)
             lru_hits, _ = plain_lru(cut, levels.l1_blocks)
             assert sum(sum(hit) for hit in hits(served)) >= lru_hits
 
 
 def test_each_tier_serves_what_only_it_has() -> None:
     prompts = requests([1, 2], [1, 2, 3], [11, 12, 13], [21, 22, 23], [31, 32, 33], [1, 2, 3])
-    assert hits(replay(prompts, Levels(3), False))[-1] == (0, 0, 0)
-    assert hits(replay(prompts, Levels(3, 12), False))[-1] == (0, 3, 0)
-    assert hits(replay(prompts, Levels(3, 6, "memory"), False))[-1] == (0, 0, 3)
-    assert hits(replay(prompts, Levels(3, 6, "file"), False))[1] == (2, 0, 0)
+    assert hits(run(prompts, Levels(3)))[-1] == (0, 0, 0)
+    assert hits(run(prompts, Levels(3, 12)))[-1] == (0, 3, 0)
+    assert hits(run(prompts, Levels(3, 6, "memory")))[-1] == (0, 0, 3)
+    assert hits(run(prompts, Levels(3, 6, "file")))[1] == (2, 0, 0)
 
 
 def test_a_hit_with_the_wrong_content_is_found(engine: ReplayEngine) -> None:
