@@ -91,6 +91,8 @@ class StoragePrefetch:
         prefetch = self._table.of_lookup(result.transfer_id)
         if prefetch is None:
             return
+        num_asked = len(prefetch.key) // self._codec.page_bytes - prefetch.first_page
+        self._metrics.lookup(num_asked, len(result.page_keys))
         if self._table.wanted(prefetch) and result.page_keys:
             host_pages = self._tree.alloc_host(len(result.page_keys))
             prefetch.page_keys = result.page_keys[: len(host_pages)]
