@@ -32,7 +32,9 @@ def make_pool(num_pages: int) -> PerBlockHostPool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--slots", type=int, nargs="+", default=[8_192, 1_048_576], metavar="N")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[8_192, 81_920, 1_048_576], metavar="N"
+    )
     parser.add_argument("--pages", type=int, default=NUM_PAGES, help="pages at once")
     parser.add_argument("--repeats", type=int, default=50)
 

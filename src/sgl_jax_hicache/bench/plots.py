@@ -20,6 +20,14 @@ _COLOURS = {
     Tier.STORAGE: "#6a5acd",
     Tier.COMPUTED: "#c8c8c8",
 }
+GROWTH = {
+    "tree evict one node": "leaves",
+    "tree match, 32 tokens": "leaves",
+    "storage exists": "files",
+    "host pool alloc + free": "slots",
+    "host pool alloc + put + mark_ready + free": "slots",
+}
+"""Records whose limit is the smallest size, and the parameter that is their size."""
 _STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -93,14 +101,8 @@ def _stack_tiers(axes: Axes, records: Sequence[Record], names: Sequence[str]) ->
 
 def _draw_growth(axes: Axes, records: Sequence[Record]) -> bool:
     """Cost of an operation relative to the smallest size."""
-    lines = {
-        "tree evict one node": "leaves",
-        "tree match, 32 tokens": "leaves",
-        "storage exists": "files",
-        "host pool alloc + free": "slots",
-    }
     drawn = False
-    for name, parameter in lines.items():
+    for name, parameter in GROWTH.items():
         chosen = [r for r in records if r.name == name and r.ratio is not None]
         if chosen:
             sizes = [r.params[parameter] for r in chosen]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .__main__ import BENCHMARKS
-from .plots import write_plots
+from .plots import GROWTH, write_plots
 from .record import COLUMNS, RUN, Record, read_json, row_of, short
 from .targets import judged
 
@@ -89,6 +89,7 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
     parts = ["# Benchmarks", _INTRODUCTION, *_about(records), "## What must be reached"]
     parts.append(_table(("what", "parameters", "must reach", "found", ""), _target_rows(records)))
     parts += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
+    parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), _growth_rows(records)))
     for command in dict.fromkeys(str(r.params[RUN]["command"]) for r in records):
         own = [r for r in records if r.params[RUN]["command"] == command]
         parts.append(f"## {command.split()[3]}\n\n`{command}`")
@@ -134,6 +135,20 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _growth_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    return [
+        (
+            r.name,
+            f"{r.params[GROWTH[r.name]]:,} {GROWTH[r.name]}",
+            short(r.value),
+            r.unit,
+            f"{r.ratio or 0.0:.2f}",
+        )
+        for r in records
+        if r.name in GROWTH
+    ]
 
 
 def _details(records: Sequence[Record]) -> list[str]:

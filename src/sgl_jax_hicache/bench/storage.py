@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--files",
         type=int,
         nargs="+",
-        default=[1_000, 20_000],
+        default=[2_000, 20_000],
         metavar="N",
         help="sizes of the folders in which keys are looked up",
     )

@@ -178,7 +178,7 @@ def measure_insert(num_prompts: int) -> list[Record]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument(
-        "--leaves", type=int, nargs="+", default=[1_000, 30_000, 300_000], metavar="N"
+        "--leaves", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000], metavar="N"
     )
     parser.add_argument("--prompts", type=int, default=30_000, help="prompts to insert")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens of the long match")
