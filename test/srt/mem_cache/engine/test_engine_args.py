@@ -62,6 +62,14 @@ def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
             "--model-path random:tiny-mha:0 --hicache-storage none --hicache-ratio 90000000",
             "asks for a host pool",
         ),
+        (
+            "--model-path random:tiny-mha:0 --max-total-tokens 1000000000000",
+            "--max-total-tokens 1000000000000 asks for a device pool of",
+        ),
+        (
+            "--model-path random:tiny-mha:0 --max-total-tokens 1000000000000 --hicache-storage none",
+            "--max-total-tokens 1000000000000 asks for a device pool of",
+        ),
         ("--model-path random:tiny-mha:0 --host 256.0.0.1", "cannot listen there"),
     ],
 )
