@@ -22,6 +22,7 @@ from .kv_cache_builder import build_kv_cache, register_kv_cache
 from .memory_pool import build_kv_pool
 from .model_config import ModelConfig, ModelError
 from .model_runner import DEFAULT_TILES, ModelRunner
+from .pool_budget import check_device_pool, read_device_room
 from .req_to_token_pool import ReqToTokenPool
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
@@ -40,6 +41,13 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     _check_context(args, config)
     if args.hicache.has_storage:
         prepare_root(args.hicache.storage_path)
+    check_device_pool(
+        args.max_total_tokens,
+        args.page_size,
+        config.kv_bytes_per_token(args.dtype),
+        _weight_bytes(config),
+        read_device_room(),
+    )
     if args.hicache.enabled:
         host_pool_pages(
             args.hicache,
@@ -110,13 +118,18 @@ def _check_context(args: EngineArgs, config: ModelConfig) -> None:
 
 
 def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:
-    """Host memory that the engine itself will take: on CPU the weights (as float32) and the device pool."""
+    """Host memory that the engine itself will take: on CPU the weights and the device pool."""
     if jax.default_backend() != "cpu":
         return 0
+    return _weight_bytes(config) + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+
+
+def _weight_bytes(config: ModelConfig) -> int:
+    """Memory of the weights, as float32; an estimate from the config alone."""
     attention = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     values = config.num_layers * (attention + mlp) + 2 * config.vocab_size * config.hidden_size
-    return values * 4 + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+    return values * 4
 
 
 def _build_tree(
