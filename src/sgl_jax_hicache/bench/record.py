@@ -27,6 +27,15 @@ from sgl_jax_hicache.provenance import commit, machine
 RUN = "run"
 """The parameter that says where a record was measured."""
 
+_ENVIRONMENT = (
+    "GLIBC_TUNABLES",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "XLA_FLAGS",
+)
+"""Variables that change figures: transfers and reads are bound by page faults of fresh memory."""
+
 TABLE_WIDTH = 150
 """Columns of the printed tables where the output is no terminal."""
 
@@ -120,6 +129,7 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
         "commit": commit(),
         **machine(),
         "backend": jax.default_backend(),
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         "load": round(os.getloadavg()[0], 1),
     }
 

@@ -157,7 +157,9 @@ def _phases_us(served: Sequence[Served]) -> dict[str, float]:
     return {**means, "waited": float(np.mean([s.waited_s for s in served])) * 1e6}
 
 
-def standard_levels(requests: Sequence[TraceRequest]) -> list[Levels]:
+def standard_levels(
+    requests: Sequence[TraceRequest], ratios: Sequence[float] = RATIOS
+) -> list[Levels]:
     """What is replayed without sizes: the same shares of the trace, whatever its length."""
     scale = sum(len(r.hash_ids) for r in requests) / FULL_TRACE_BLOCKS
     longest = max(len(r.hash_ids) for r in requests)
@@ -165,7 +167,7 @@ def standard_levels(requests: Sequence[TraceRequest]) -> list[Levels]:
     smallest = sizes[0]
     return [
         *(Levels(size) for size in sizes),
-        *(Levels(smallest, round(smallest * ratio)) for ratio in RATIOS),
+        *(Levels(smallest, round(smallest * ratio)) for ratio in ratios),
         *(Levels(smallest, 3 * smallest, kind) for kind in L3_KINDS),
     ]
 
@@ -181,6 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-lists", action="store_true", help="prompts as Python lists, not as int arrays"
     )
+    parser.add_argument(
+        "--ratios", type=float, nargs="*", default=RATIOS, help="of L2 to L1, without --l1-blocks"
+    )
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N")
 
 
@@ -188,7 +193,11 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Replay what was asked for. Raises ArgumentTypeError for a wrong option or trace."""
     try:
         requests = read_trace(args.trace)[: args.requests]
-        chosen = [_levels(args)] if args.l1_blocks is not None else standard_levels(requests)
+        chosen = (
+            [_levels(args)]
+            if args.l1_blocks is not None
+            else standard_levels(requests, args.ratios)
+        )
         return [r for levels in chosen for r in records_of(requests, levels, args.token_lists)]
     except (TraceError, ReplayError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
@@ -79,8 +80,13 @@ def new_tree(page_size: int) -> UnifiedRadixCache:
 
 def insert(tree: UnifiedRadixCache, token_ids: TokenIds) -> None:
     """Insert a prompt with made-up slots."""
-    slots = np.arange(len(token_ids), dtype=np.int32)
-    tree.insert(InsertParams(RadixKey(token_ids), slots))
+    tree.insert(InsertParams(RadixKey(token_ids), made_up_slots(len(token_ids))))
+
+
+@cache
+def made_up_slots(num_tokens: int) -> npt.NDArray[np.int32]:
+    """Device slots such as an engine has at hand when it inserts."""
+    return np.arange(num_tokens, dtype=np.int32)
 
 
 def insert_all(tree: UnifiedRadixCache, prompts: Sequence[TokenIds]) -> None:
