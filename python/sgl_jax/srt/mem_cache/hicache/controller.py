@@ -321,6 +321,11 @@ class HiCacheController:
         self._given_up[kind].update(host_pages[locked].tolist())
         pool.free(host_pages[~locked])
 
+    def release(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        """Undo a lock that the tree itself took on host pages; what it gave up meanwhile is freed."""
+        self._io[kind].host_pool.unlock(host_pages)
+        self._free_given_up(kind, host_pages)
+
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> list[Settled]:
@@ -380,7 +385,7 @@ class HiCacheController:
         self._io[kind].transfer.write_rows(device_pages, copies, dp_rank)
 
     def check_invariants(self) -> None:
-        """Every page in flight is locked; nothing given up is left without a transfer that will free it."""
+        """Every page in flight is locked; everything given up is held by somebody who will free it."""
         for kind, io in self._io.items():
             io.host_pool.check_invariants()
             in_flight = {
@@ -393,9 +398,9 @@ class HiCacheController:
                 pages = np.fromiter(in_flight, np.int32)
                 if not io.host_pool.is_locked(pages).all():
                     raise InvariantError(f"{kind.value}: pages in flight are not locked: {pages}")
-            stray = self._given_up[kind] - in_flight
-            if stray:
-                raise InvariantError(f"{kind.value}: given-up pages without a transfer: {stray}")
+            given_up = np.array(sorted(self._given_up[kind]), np.int32)
+            if not io.host_pool.is_locked(given_up).all():
+                raise InvariantError(f"{kind.value}: given-up pages that nobody holds: {given_up}")
         backup_bytes = sum(
             p.num_bytes for p in self._pending.values() if p.kind is TransferKind.BACKUP
         )
@@ -461,8 +466,9 @@ class HiCacheController:
         if pending.kind in (TransferKind.BACKUP, TransferKind.FETCH):
             pool.mark_ready(pending.host_pages[ok])
         if pending.kind is TransferKind.STORE:
-            self._backoff[pending.component].record(bool(ok.all()))
-        self._free_given_up(pending)
+            # One bad page is that page's trouble; a storage that takes none is the storage's.
+            self._backoff[pending.component].record(bool(ok.any()) or not len(ok))
+        self._free_given_up(pending.component, pending.host_pages)
         result = TransferResult(
             transfer_id=completion.transfer_id,
             kind=pending.kind,
@@ -477,13 +483,13 @@ class HiCacheController:
             pending.future.result = result
         self._settled.append(result)
 
-    def _free_given_up(self, pending: _Pending) -> None:
-        """Free the pages of an ended transfer that the tree gave up meanwhile and no other transfer holds."""
-        given_up = self._given_up[pending.component]
+    def _free_given_up(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        """Free those of the pages that the tree gave up meanwhile and that nobody holds any more."""
+        given_up = self._given_up[kind]
         if not given_up:
             return
-        pool = self._io[pending.component].host_pool
-        gone = np.array([p for p in pending.host_pages.tolist() if p in given_up], np.int32)
+        pool = self._io[kind].host_pool
+        gone = np.array([p for p in host_pages.tolist() if p in given_up], np.int32)
         gone = gone[~pool.is_locked(gone)]
         given_up.difference_update(gone.tolist())
         pool.free(gone)

@@ -101,7 +101,7 @@ class LowerTiers:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def find_victims(self, kind: ComponentKind, num_pages: int) -> HostVictims:
-        """Choose whose host pages go so that `num_pages` are free, as far as possible. Changes nothing.
+        """Choose whose host pages go so that `num_pages` are free, as far as possible. Frees nothing itself.
 
         First the least recently used nodes that are on the device too (nothing is lost), then nodes whose pages storage
         has or, when no storage can take them, that nothing can save. Nodes in transfer and nodes with children below
@@ -113,9 +113,7 @@ class LowerTiers:
         dirty: list[TreeNode] = []
         limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
         writable = self.controller.storage_writable(kind)
-        mirrors = component.host.oldest_mirrors(limit)
-        sole = [node for node in component.host.oldest_sole(limit) if not node.children]
-        for node in mirrors + sole:
+        for node in component.host.oldest_mirrors(limit) + self._oldest_leaves(component, limit):
             pages = node.data[component.index].host_pages
             if short <= 0 or pages is None:
                 break
@@ -127,6 +125,18 @@ class LowerTiers:
                 clean.append(HostVictim(node, 0 if on_device else max(len(pages) - short, 0)))
                 short -= len(pages)
         return HostVictims(tuple(clean), tuple(dirty))
+
+    def _oldest_leaves(self, component: TreeComponent, limit: int) -> list[TreeNode]:
+        """The leaves among the oldest host-only nodes. A node with children below can not leave before them and was used
+        no earlier than they were: it is moved on, so that such nodes can never fill the end of the order."""
+        while True:
+            oldest = component.host.oldest_sole(limit)
+            leaves = [node for node in oldest if not node.children]
+            for node in oldest:
+                if node.children:
+                    component.host.touch(node)
+            if leaves or len(oldest) < limit:
+                return leaves
 
     def oldest_unstored(self, kind: ComponentKind) -> list[TreeNode]:
         """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""

@@ -32,10 +32,15 @@ NO_SLOTS: Int32Array = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class PendingLoad:
-    """A loaded prefix whose pages are on the device but not yet in its buffers. Its nodes are locked until they are."""
+    """A loaded prefix whose pages are on the device but not yet in its buffers.
+
+    Until they are, its nodes are locked, and so are the host pages they came from: a node keeps its host copy, so that
+    nobody makes a new one from slots that hold nothing yet.
+    """
 
     future: LoadFuture
     node: TreeNode
+    host_pages: Int32Array
     epoch: int
 
 
@@ -216,21 +221,25 @@ class TieredTree:
         """Evict host pages until `num_pages` are free, as far as that is possible without waiting."""
         while not self.tiers.has_room(component.kind, num_pages):
             victims = self.tiers.find_victims(component.kind, num_pages)
-            for node in victims.dirty:
-                self._write_back(component, node)
             for victim in victims.clean:
                 self._drop_victim(component, victim)
+            for node in victims.dirty:
+                if node.parent is not None:
+                    self._write_back(component, node)
             if not victims.clean:
                 return False
         return True
 
     def _drop_victim(self, component: TreeComponent, victim: HostVictim) -> None:
         node = victim.node
+        upper = None
         if victim.keep_pages:
-            self.split(node, victim.keep_pages * self._page_size)
+            upper = self.split(node, victim.keep_pages * self._page_size)
         self.tiers.drop_host(component, node)
         if not self.on_device(node):
             self.tree.remove(node)
+        if upper is not None:
+            component.host.age(upper)
 
     def remove_subtree(self, top: TreeNode) -> None:
         """Take a node and all below it, none of which is on the device, out of the tree."""
@@ -362,8 +371,8 @@ class TieredTree:
         try:
             loaded = self._load_pinned(plan, num_tokens - device_len, last_node)
         finally:
-            pool.unlock(plan.host_pages)
             if loaded is None:
+                pool.unlock(plan.host_pages)
                 self.full.unlock(last_node)
         return loaded
 
@@ -380,7 +389,7 @@ class TieredTree:
             self.free_device(slots, dp_rank)
             return None
         self._attach_loaded(last_node, slots)
-        return slots, PendingLoad(future, last_node, self.epoch)
+        return slots, PendingLoad(future, last_node, plan.host_pages, self.epoch)
 
     def _attach_loaded(self, last_node: TreeNode, device_slots: Int32Array) -> None:
         """Give loaded slots to the nodes they belong to, as the path is now (settling may have split it)."""
@@ -390,10 +399,11 @@ class TieredTree:
             start += node.num_tokens
 
     def finish_load(self, load: PendingLoad) -> None:
-        """Scatter loaded pages into the buffers and release their nodes; nothing if the tree was reset meanwhile."""
+        """Scatter loaded pages into the buffers and release what the load held. After a reset nothing is scattered."""
         if load.epoch == self.epoch:
             self.tiers.controller.commit_load(self.full.kind, load.future)
             self.full.unlock(load.node)
+        self.tiers.controller.release(self.full.kind, load.host_pages)
 
     def device_room(self, last_node: TreeNode, dp_rank: int) -> int:
         """Tokens that could be loaded below the device part of this path: free ones and what may be evicted for it."""
@@ -435,6 +445,12 @@ class TieredTree:
         arrivals = self._lookups, self._fetches
         self._lookups, self._fetches = [], []
         return arrivals
+
+    def is_current(self, node: TreeNode) -> bool:
+        """False for a node that a reset has forgotten."""
+        while node.parent is not None:
+            node = node.parent
+        return node is self.tree.root
 
     def reset(self) -> None:
         """Forget every node. Host pages are given back (those in transfer when it ends); device slots are not touched,
