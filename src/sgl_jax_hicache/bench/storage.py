@@ -24,6 +24,8 @@ from .record import Record, measured, rates, seconds_of
 
 BATCH_PAGES = 8
 EXISTS_KEYS = 256
+MAX_LINKS = 30_000
+"""Names of one file, below what file systems allow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,15 +131,16 @@ def measure_exists(root: Path, sizes: Sequence[int], repeats: int) -> list[Recor
 
 
 def many_files(root: Path, num_files: int) -> tuple[LocalFileStorage, list[PageKey]]:
-    """A storage of that many small pages. The files are copies of one: they are looked up, never read."""
+    """A storage of that many small pages. Most are links to others: they are looked up, never read."""
     storage = new_storage(root, 64)
     keys = new_keys(0, num_files)
-    storage.set(keys[:1], [[np.zeros(64, np.uint8)]])
-    content = storage.path_of(keys[0]).read_bytes()
-    for key in keys[1:]:
-        path = storage.path_of(key)
-        path.parent.mkdir(exist_ok=True, mode=0o700)
-        path.write_bytes(content)
+    for first in range(0, num_files, MAX_LINKS):
+        source, *rest = keys[first : first + MAX_LINKS]
+        storage.set([source], [[np.zeros(64, np.uint8)]])
+        for key in rest:
+            path = storage.path_of(key)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.hardlink_to(storage.path_of(source))
     return storage, keys
 
 
