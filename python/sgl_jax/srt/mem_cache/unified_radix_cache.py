@@ -300,6 +300,7 @@ class UnifiedRadixCache:
             self._tree.settle()
             self._prefetch.use_arrivals()
             self._tree.keep_reserve()
+            self._tree.retry_stores()
 
     def flush_write_through_acks(self) -> None:
         """The same, from the engine's decode rounds."""

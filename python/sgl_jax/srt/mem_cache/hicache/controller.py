@@ -156,6 +156,12 @@ class HiCacheController:
         """Transfers and look-ups submitted and not yet handed out by `poll`."""
         return len(self._pending) + len(self._lookups) + len(self._settled)
 
+    @property
+    def num_moving_down(self) -> int:
+        """Backups and stores under way."""
+        down = (TransferKind.BACKUP, TransferKind.STORE)
+        return sum(pending.kind in down for pending in self._pending.values())
+
     def now_s(self) -> float:
         """Seconds of the controller's monotonic clock."""
         return self._clock()

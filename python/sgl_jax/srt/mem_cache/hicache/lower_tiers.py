@@ -35,11 +35,13 @@ CLEAN_RESERVE = 0.25
 class Settlement:
     """What ended since the last poll.
 
-    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; look-ups and fetches are passed on.
+    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; unstored: nodes of which storage
+    did not take every page; look-ups and fetches are passed on.
     """
 
     backed_up: dict[TreeNode, TreeComponent] = field(default_factory=dict)
     lost: dict[TreeNode, TreeComponent] = field(default_factory=dict)
+    unstored: dict[TreeNode, None] = field(default_factory=dict)
     lookups: list[LookupResult] = field(default_factory=list)
     fetches: list[TransferResult] = field(default_factory=list)
 
@@ -127,8 +129,8 @@ class LowerTiers:
         return HostVictims(tuple(clean), tuple(dirty))
 
     def _oldest_leaves(self, component: TreeComponent, limit: int) -> list[TreeNode]:
-        """The leaves among the oldest host-only nodes. A node with children below can not leave before them and was used
-        no earlier than they were: it is moved on, so that such nodes can never fill the end of the order."""
+        """The leaves among the oldest host-only nodes. A node with children can not leave before them and was used no
+        earlier than they were: it is moved on, so that such nodes can never fill the end of the order."""
         while True:
             oldest = component.host.oldest_sole(limit)
             leaves = [node for node in oldest if not node.children]
@@ -198,6 +200,7 @@ class LowerTiers:
                 pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
                 component.host.storing[pages] = False
                 component.host.stored[pages[ok]] = True
+                settlement.unstored.update(component.host.owners(pages[~ok].tolist()))
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
         self.controller.report(self._metrics)

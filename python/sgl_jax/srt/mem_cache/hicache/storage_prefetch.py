@@ -94,7 +94,11 @@ class StoragePrefetch:
         num_asked = len(prefetch.key) // self._codec.page_bytes - prefetch.first_page
         self._metrics.lookup(num_asked, len(result.page_keys))
         if self._table.wanted(prefetch) and result.page_keys:
-            host_pages = self._tree.alloc_host(len(result.page_keys))
+            host_pages = self._tree.alloc_host_below(
+                prefetch.namespace,
+                prefetch.key[: prefetch.first_page * self._codec.page_bytes],
+                len(result.page_keys),
+            )
             prefetch.page_keys = result.page_keys[: len(host_pages)]
             for first in range(0, len(host_pages), FETCH_CHUNK_PAGES):
                 chunk = slice(first, first + FETCH_CHUNK_PAGES)

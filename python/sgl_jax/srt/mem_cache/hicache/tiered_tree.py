@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,10 @@ from .types import LookupResult, PageKey, Tier, TransferId, TransferResult
 Int32Array = npt.NDArray[np.int32]
 
 NO_SLOTS: Int32Array = np.empty(0, np.int32)
+
+STORE_RETRY_S = 1.0
+STORE_RETRY_NODES = 64
+"""What storage did not take is written again, so many nodes at a time and not more often than that."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class TieredTree:
         self._longest_node = (
             tiers.controller.host_pool(full.kind).num_pages * codec.page_size if tiers else 0
         )
+        self._reserve_may_lack = True
+        self._unstored: dict[TreeNode, None] = {}
+        self._retry_at_s = 0.0
         self._lookups: list[LookupResult] = []
         self._fetches: list[TransferResult] = []
 
@@ -191,6 +199,7 @@ class TieredTree:
             self._backup(plan)
         slots = self.full.device.detach(node)
         self.full.host.device_changed(node)
+        self._reserve_may_lack = True
         if upper is not None:
             self.full.device.age(upper)
         self.free_device(slots, node.namespace.dp_rank)
@@ -264,37 +273,63 @@ class TieredTree:
         return plan is not None
 
     def keep_reserve(self) -> None:
-        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait."""
-        if self._store_early or not self.has_storage:
+        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
+        only if something changed since it last found nothing to do."""
+        if self._store_early or not self._reserve_may_lack or not self.has_storage:
             return
+        self._reserve_may_lack = False
         for component in self.components:
             for node in self.tiers.oldest_unstored(component.kind):
-                self._write_back(component, node)
+                self._reserve_may_lack |= self._write_back(component, node)
+
+    def retry_stores(self) -> None:
+        """With the early policy: write again what storage did not take, a few nodes at a time."""
+        now_s = self.tiers.controller.now_s() if self._unstored else 0.0
+        if not self._unstored or now_s < self._retry_at_s or not self._storage_writable():
+            return
+        self._retry_at_s = now_s + STORE_RETRY_S
+        for node in list(islice(self._unstored, STORE_RETRY_NODES)):
+            del self._unstored[node]
+            if node.parent is not None:
+                self._write_back(self.full, node)
+
+    def _storage_writable(self) -> bool:
+        return self.tiers.controller.storage_writable(self.full.kind)
 
     def flush(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting for it; True if that was done in time.
 
         Works in waves, parents first: what the host has is written, what the host lacks is backed up as far as there
-        is room, and what was written makes room for the next wave.
+        is room, and what was written makes room for the next wave. Tries also a storage that failed a moment ago; ends
+        early when a wave gets nowhere. Nothing that ended is left unsettled.
         """
         if not self.has_storage:
             return True
         deadline = self.tiers.controller.now_s() + deadline_s
-        while True:
+        num_missing, num_backups = -1, 0
+        while self._wait_until_down(deadline):
             missing = [node for node in self.tree.nodes() if not self._is_stored(node)]
-            if not missing and not self.tiers.controller.num_in_flight:
+            if not missing:
                 return True
-            if not self.tiers.controller.storage_writable(self.full.kind):
+            if len(missing) == num_missing and not num_backups:
                 return False
+            num_missing = len(missing)
             # Written first: pages on their way to storage are not dropped to make room for the others.
-            started = sum(self._write_back(self.full, node) for node in missing)
-            started += sum(self._back_up_if_missing(node) for node in missing)
-            remaining_s = deadline - self.tiers.controller.now_s()
-            if not started and not self.tiers.controller.num_in_flight:
-                return False
-            if remaining_s <= 0 or not self.tiers.controller.drain(remaining_s):
-                return False
+            for node in missing:
+                self._write_back(self.full, node)
+            num_backups = sum(self._back_up_if_missing(node) for node in missing)
+        return False
+
+    def _wait_until_down(self, deadline: float) -> bool:
+        """Wait for the backups and stores under way, but not for reads; False at the deadline."""
+        controller = self.tiers.controller
+        while controller.num_moving_down:
+            remaining_s = deadline - controller.now_s()
+            if remaining_s <= 0:
+                break
+            controller.wait_any(remaining_s)
             self.settle()
+        return not controller.num_moving_down
 
     def _is_stored(self, node: TreeNode) -> bool:
         data = node.data[self.full.index]
@@ -347,10 +382,22 @@ class TieredTree:
         self.touch(path[-1])
         return True
 
-    def alloc_host(self, num_pages: int) -> Int32Array:
-        """As many host pages as there can be room for, at most `num_pages`; int32[n]."""
-        self._make_host_room(self.full, num_pages)
+    def alloc_host_below(self, namespace: KeyNamespace, key: bytes, num_pages: int) -> Int32Array:
+        """Host pages for what is to follow `key`, as many as there can be room for, at most `num_pages`; int32[n].
+
+        The prefix itself is marked as used and does not make room for its own continuation.
+        """
         pool = self.tiers.controller.host_pool(self.full.kind)
+        path = self.path_of(namespace, key)
+        own = [p for node in path if (p := node.data[self.full.index].host_pages) is not None]
+        pinned = np.concatenate(own) if own else NO_SLOTS
+        if path:
+            self.touch(path[-1])
+        pool.lock(pinned)
+        try:
+            self._make_host_room(self.full, num_pages)
+        finally:
+            self.tiers.controller.release(self.full.kind, pinned)
         host_pages = pool.alloc(min(num_pages, pool.num_free))
         return host_pages if host_pages is not None else NO_SLOTS
 
@@ -433,9 +480,13 @@ class TieredTree:
                 self.tiers.drop_host(component, node)
                 if not self.on_device(node):
                     self.remove_subtree(node)
-        if self._store_early and self.tiers.controller.storage_writable(self.full.kind):
+        self._reserve_may_lack = True
+        if self._store_early and self.has_storage:
+            self._unstored.update(settlement.unstored)
             for node, component in settlement.backed_up.items():
-                if node.parent is not None:
+                if not self._storage_writable():
+                    self._unstored[node] = None
+                elif node.parent is not None:
                     self._write_back(component, node)
         self._lookups += settlement.lookups
         self._fetches += settlement.fetches
@@ -456,6 +507,7 @@ class TieredTree:
         """Forget every node. Host pages are given back (those in transfer when it ends); device slots are not touched,
         the engine clears its allocator itself."""
         self.epoch += 1
+        self._unstored.clear()
         self.tree = RadixTree(self._codec, len(self.components))
         for component in self.components:
             component.device.clear()
