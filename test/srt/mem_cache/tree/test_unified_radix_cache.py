@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -582,6 +583,166 @@ def test_a_storage_that_raises_is_a_counted_failure() -> None:
         world.run(tokens(33))
         evict_all(world)
     assert world.run(tokens(33)).host == 32
+    world.verify_at_rest()
+
+
+def test_a_loaded_node_keeps_its_host_copy_until_it_is_in_the_buffers() -> None:
+    """Scenario: between init_load_back and finish_load_back host room is needed and the same path is inserted again; a
+    new host copy, made from slots that hold nothing yet, would be garbage."""
+    world = World(device_pages=32, ratio=0.25)
+    world.run(tokens(33))
+    evict_all(world)
+    match = world.cache.match_prefix(MatchPrefixParams(RadixKey(tokens(32), None, 0)))
+    slots, node, plans = world.cache.init_load_back(match.last_host_node, match.host_hit_length)
+    world.tree._make_host_room(world.tree.full, 8)
+    world.cache.insert(InsertParams(RadixKey(tokens(32), None, 0), slots, 32))
+    world.settle()
+    assert world.host_pool.num_locked == 8
+    world.cache.finish_load_back(plans)
+    world.settle()
+    world.verify_at_rest()
+    evict_all(world)
+    assert world.run(tokens(33)).host == 32
+    assert node.num_tokens
+
+
+def test_a_request_that_outlives_a_reset_gives_back_nothing() -> None:
+    world = World()
+    world.run(tokens(9))
+    old = world.start(tokens(30))
+    assert world.extend(old, 30)
+    world.cache.reset()
+    world.allocator.clear()
+    world.run(tokens(40, 700))
+    world.finish(old)
+    world.cache.dec_lock_ref(old.last_node)
+    world.verify_at_rest()
+    assert world.cache.protected_size() == 0
+
+
+def test_host_eviction_goes_on_in_a_tree_full_of_split_nodes() -> None:
+    """Splits leave parents older than their children; they must not keep the leaves from being found."""
+    world = World(device_pages=40, ratio=8.0)
+    stems = [tokens(24, 1000 * i) for i in range(1, 40)]
+    for stem in stems:
+        world.run([*stem, 7])
+    for stem in stems:
+        for cut in (20, 16, 12, 8, 4):
+            match_len(world, stem[:cut])
+    world.settle()
+    for i in range(200):
+        world.run(tokens(25, 100_000 + 100 * i))
+        world.settle()
+    newest = world.run(tokens(25, 100_000 + 100 * 180))
+    assert newest.cached == 24, "backups stopped"
+    world.verify_at_rest()
+
+
+def test_what_storage_refused_once_is_written_again() -> None:
+    now = [0.0]
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, clock=lambda: now[0])
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [*works(keys[:-1], pages[:-1]), False]
+    world.run(tokens(17))
+    world.settle()
+    assert len(stored_keys(shelf)) == 3
+    storage.set = works
+    for _ in range(3):
+        now[0] += 10.0
+        world.cache.check_hicache_events()
+    assert len(stored_keys(shelf)) == 4
+    world.verify_at_rest()
+
+
+def test_pages_backed_up_during_a_pause_are_written_after_it() -> None:
+    now = [0.0]
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, clock=lambda: now[0])
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(17))
+    world.settle()
+    storage.set = works
+    world.run(tokens(17, 500))
+    world.settle()
+    assert not stored_keys(shelf)
+    for _ in range(3):
+        now[0] += 10.0
+        world.cache.check_hicache_events()
+    assert len(stored_keys(shelf)) == 8
+    world.verify_at_rest()
+
+
+def test_flush_tries_a_storage_that_has_just_failed() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf)
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(17))
+    world.settle()
+    storage.set = works
+    assert world.cache.flush_to_storage(10.0)
+    assert len(stored_keys(shelf)) == 4
+
+
+def test_one_page_that_cannot_be_written_does_not_stop_the_others() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=64)
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False, *works(keys[1:], pages[1:])]
+    for i in range(1, 6):
+        world.run(tokens(17, 100 * i))
+        world.settle()
+    assert len(stored_keys(shelf)) == 15
+
+
+def test_a_hung_read_does_not_keep_a_flush_from_writing() -> None:
+    may_read = threading.Event()
+    shelf: dict = {}
+    fill_shelf(shelf, tokens(17))
+    world = World(
+        storage=StorageKind.FILE,
+        policy=WritePolicy.WRITE_THROUGH_AND_BACK,
+        shelf=shelf,
+        async_impl=AsyncImpl.THREADPOOL,
+    )
+    (storage,) = shelf.values()
+    reads = storage.exists
+
+    def hang(keys: list) -> list[bool]:
+        assert may_read.wait(60.0)
+        return reads(keys)
+
+    storage.exists = hang
+    world.cache.start_prefetch("r", RadixKey(tokens(16), None, 0))
+    world.run(tokens(33, 500), prefetch=False)
+    try:
+        assert world.cache.flush_to_storage(30.0)
+        assert len(stored_keys(shelf)) == 4 + 8
+    finally:
+        may_read.set()
+    world.verify_at_rest()
+    assert world.cache.shutdown(30.0)
+
+
+def test_a_prefetch_does_not_make_room_by_dropping_its_own_prefix() -> None:
+    shelf: dict = {}
+    fill_shelf(shelf, tokens(65))
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=32, ratio=0.5)
+    world.run(tokens(17))
+    for i in range(1, 4):
+        world.run(tokens(17, 1000 * i))
+    evict_all(world)
+    assert match_len(world, tokens(17)) == (0, 16)
+    for i in range(1, 4):
+        match_len(world, tokens(17, 1000 * i))
+    served = world.run(tokens(65))
+    assert (served.host, served.storage) == (16, 48)
     world.verify_at_rest()
 
 

@@ -32,7 +32,9 @@ NO_SLOTS: Int32Array = np.empty(0, np.int32)
 
 STORE_RETRY_S = 1.0
 STORE_RETRY_NODES = 64
-"""What storage did not take is written again, so many nodes at a time and not more often than that."""
+STORE_RETRIES = 3
+"""What storage did not take is written again: so many nodes at a time, not more often than that, and no node more often
+than that; a flush, its eviction or a longer prompt try once more."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class TieredTree:
             tiers.controller.host_pool(full.kind).num_pages * codec.page_size if tiers else 0
         )
         self._reserve_may_lack = True
-        self._unstored: dict[TreeNode, None] = {}
+        self._unstored: dict[TreeNode, int] = {}  # node -> times that storage refused some of it
         self._retry_at_s = 0.0
         self._lookups: list[LookupResult] = []
         self._fetches: list[TransferResult] = []
@@ -289,9 +291,11 @@ class TieredTree:
             return
         self._retry_at_s = now_s + STORE_RETRY_S
         for node in list(islice(self._unstored, STORE_RETRY_NODES)):
-            del self._unstored[node]
-            if node.parent is not None:
-                self._write_back(self.full, node)
+            num_refusals = self._unstored.pop(node)
+            if node.parent is None or num_refusals > STORE_RETRIES:
+                continue
+            if self._write_back(self.full, node):
+                self._unstored[node] = num_refusals
 
     def _storage_writable(self) -> bool:
         return self.tiers.controller.storage_writable(self.full.kind)
@@ -482,10 +486,12 @@ class TieredTree:
                     self.remove_subtree(node)
         self._reserve_may_lack = True
         if self._store_early and self.has_storage:
-            self._unstored.update(settlement.unstored)
+            for node in settlement.unstored:
+                self._unstored[node] = self._unstored.get(node, 0) + 1
+                self._retry_at_s = self.tiers.controller.now_s() + STORE_RETRY_S
             for node, component in settlement.backed_up.items():
                 if not self._storage_writable():
-                    self._unstored[node] = None
+                    self._unstored.setdefault(node, 0)
                 elif node.parent is not None:
                     self._write_back(component, node)
         self._lookups += settlement.lookups
