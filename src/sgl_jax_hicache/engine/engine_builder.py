@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
@@ -27,6 +31,8 @@ from .req_to_token_pool import ReqToTokenPool
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
 from .weights import LoadedModel, ModelParams, load_model, read_config
+
+logger = logging.getLogger(__name__)
 
 
 def check_settings(args: EngineArgs) -> ModelConfig:
@@ -61,7 +67,8 @@ def check_settings(args: EngineArgs) -> ModelConfig:
 def build_engine(args: EngineArgs) -> Engine:
     """Load the model and start the engine. Raises like `check_settings`, and ModelError for broken weights."""
     check_settings(args)
-    model = load_model(args.model_path)
+    with _told(f"loading the weights of {args.model_path}"):
+        model = load_model(args.model_path)
     context_len = args.context_length or model.config.max_position_embeddings
     pool = build_kv_pool(
         model.config, size=args.max_total_tokens, page_size=args.page_size, dtype=args.dtype
@@ -92,19 +99,46 @@ def build_engine(args: EngineArgs) -> Engine:
         allocator,
         EngineMetrics(registry),
     )
-    return Engine(
-        EngineParts(
-            scheduler=scheduler,
-            tree=tree,
-            tokenizer=model.tokenizer,
-            checker=RequestChecker(
-                model.tokenizer, context_len, args.max_total_tokens, args.random_seed
-            ),
-            registry=registry,
-            served_model_name=args.served_model_name or model.model_id,
-            max_queued_requests=args.max_queued_requests,
-            info=_info(args, model, context_len),
-        )
+    parts = EngineParts(
+        scheduler=scheduler,
+        tree=tree,
+        tokenizer=model.tokenizer,
+        checker=RequestChecker(
+            model.tokenizer, context_len, args.max_total_tokens, args.random_seed
+        ),
+        registry=registry,
+        served_model_name=args.served_model_name or model.model_id,
+        max_queued_requests=args.max_queued_requests,
+        info=_info(args, model, context_len),
+    )
+    with _told(_preparation()):
+        return Engine(parts)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Log what takes a while, before it and after it."""
+    logger.info("%s ...", what)
+    started_s = time.monotonic()
+    yield
+    logger.info("%s: %.1f s", what.partition(" (")[0], time.monotonic() - started_s)
+
+
+def _preparation() -> str:
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    kept = f" (the first start compiles them, later ones find them in {folder})" if folder else ""
+    return f"preparing the programs{kept}"
+
+
+def _tell_without_hicache(args: EngineArgs, config: ModelConfig) -> None:
+    reuse = "nothing is reused" if args.disable_radix_cache else "prefixes are reused from L1 only"
+    logger.info(
+        "HiCache is off (no --hicache-storage): %s. L1 device: %d pages of %d tokens, %.2f GiB. "
+        "L2 host: none. L3 storage: none.",
+        reuse,
+        args.max_total_tokens // args.page_size,
+        args.page_size,
+        args.max_total_tokens * config.kv_bytes_per_token(args.dtype) / 2**30,
     )
 
 
@@ -139,6 +173,8 @@ def _build_tree(
     allocator: PagedTokenToKVPoolAllocator,
     registry: CollectorRegistry,
 ) -> Any:
+    if not args.hicache.enabled:
+        _tell_without_hicache(args, model.config)
     hicache_builder.register(register_kv_cache)
     return build_kv_cache(
         hicache_builder.UNIFIED_RADIX_CACHE,

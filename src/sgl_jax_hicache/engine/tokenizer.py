@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
         """Token ids of `text`; special tokens written out in it count as themselves."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; raises ModelError for an id outside the vocabulary."""
+        """The bytes that a token stands for; none for an id that a model's padded vocabulary adds."""
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that mark structure and are not shown."""
@@ -157,9 +157,8 @@ class _PieceVocabulary:
         return list(encoding.ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id not in self._bytes:
-            raise ModelError(f"token id {token_id} is not in the vocabulary")
-        return self._bytes[token_id]
+        # Models pad their vocabulary: an id beyond the tokenizer's can be sampled, and stands for nothing.
+        return self._bytes.get(token_id, b"")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
