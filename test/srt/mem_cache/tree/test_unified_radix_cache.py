@@ -730,6 +730,27 @@ def test_a_hung_read_does_not_keep_a_flush_from_writing() -> None:
     assert world.cache.shutdown(30.0)
 
 
+def test_queued_requests_do_not_push_out_each_others_pages() -> None:
+    shelf: dict = {}
+    prompts = [tokens(65, 1000 * i) for i in range(1, 7)]
+    for token_ids in prompts:
+        fill_shelf(shelf, token_ids)
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=32, ratio=1.0)
+    for i, token_ids in enumerate(prompts):
+        world.cache.start_prefetch(f"q{i}", RadixKey(token_ids[:-1], None, 0))
+    for i, token_ids in enumerate(prompts):
+        for _ in range(20):
+            world.cache.check_hicache_events()
+            if world.cache.prefetch_ready(f"q{i}"):
+                break
+        req = Request(f"q{i}", token_ids)
+        world.admit(req)
+        assert req.tiers is not None
+        assert req.tiers.storage == 64, i
+        world.finish(req)
+    world.verify_at_rest()
+
+
 def test_a_prefetch_does_not_make_room_by_dropping_its_own_prefix() -> None:
     shelf: dict = {}
     fill_shelf(shelf, tokens(65))

@@ -386,6 +386,10 @@ class TieredTree:
         self.touch(path[-1])
         return True
 
+    def host_share(self, share: float) -> int:
+        """That share of the host pool, in pages."""
+        return int(self.tiers.controller.host_pool(self.full.kind).num_pages * share)
+
     def alloc_host_below(self, namespace: KeyNamespace, key: bytes, num_pages: int) -> Int32Array:
         """Host pages for what is to follow `key`, as many as there can be room for, at most `num_pages`; int32[n].
 
