@@ -18,6 +18,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SERVE_ARGS ?=
+BENCH_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -57,8 +58,8 @@ demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compare
 serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
 	@$(PY) -m sgl_jax_hicache.launch_server --model-path smollm2 --hicache-storage file $(SERVE_ARGS)
 
-bench: $(STAMP) ## Measure the parts and print the tables of docs/hicache.md
-	@$(PY) -m sgl_jax_hicache.bench
+bench: $(STAMP) ## Measure every part and write docs/bench.md (BENCH_ARGS='--trace FILE' for a whole trace)
+	@$(PY) -m sgl_jax_hicache.bench all --output-dir docs --files 2000 20000 200000 $(BENCH_ARGS)
 
 clean: ## Remove the virtual environment and everything built
 	@rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist

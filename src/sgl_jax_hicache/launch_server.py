@@ -19,7 +19,10 @@ import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
+from prometheus_client import disable_created_metrics  # noqa: E402
+
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError  # noqa: E402
+from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root  # noqa: E402
 from sgl_jax_hicache.compilation_cache import enable_compilation_cache  # noqa: E402
 from sgl_jax_hicache.engine.engine_args import (  # noqa: E402
     ENGINES,
@@ -27,13 +30,21 @@ from sgl_jax_hicache.engine.engine_args import (  # noqa: E402
     EngineArgs,
     OneLineParser,
 )
+from sgl_jax_hicache.engine.model_config import ModelError  # noqa: E402
+from sgl_jax_hicache.engine.model_spec import check_spec  # noqa: E402
 
 _PROG = "sgl_jax_hicache.launch_server"
+logger = logging.getLogger(_PROG)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every flag of the launcher."""
-    parser = OneLineParser(prog=_PROG, description="Serve a model with a three-level KV cache.")
+    parser = OneLineParser(
+        prog=_PROG,
+        description="Serve a model with a three-level KV cache.",
+        epilog="SIGTERM and SIGINT (Ctrl-C) finish what runs and store what is to be stored; "
+        "a second signal ends the process at once.",
+    )
     parser.add_argument(
         "--engine",
         default=ENGINES[0],
@@ -68,18 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: EngineArgs) -> int:
+    started_s = time.monotonic()
     enable_compilation_cache()
-    # Imported late: a wrong flag is told in a blink, without jax.
-    from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
-    from sgl_jax_hicache.engine.http_server.app import create_app
+    _check_paths(args)
+    # Imported late, the heaviest last: what is wrong is told as soon as it can be known.
     from sgl_jax_hicache.engine.http_server.server import Server, bind, exit_on_signals
 
-    check_settings(args)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("jax").setLevel(logging.WARNING)
     with bind(args.host, args.port) as listener:
+        from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
+        from sgl_jax_hicache.engine.http_server.app import create_app
+
+        check_settings(args)
+        _configure_logging(args.log_level)
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         engine = build_engine(args)
         app = create_app(engine, api_key=args.api_key, max_request_bytes=args.max_request_bytes)
         server = Server(app, args.shutdown_deadline_s, args.log_level)
@@ -90,11 +102,32 @@ def _serve(args: EngineArgs) -> int:
             server.should_exit = True
 
         exit_on_signals(stop)
+        logger.info("ready after %.1f s", time.monotonic() - started_s)
         print(f"listening on http://{args.host}:{listener.getsockname()[1]}", flush=True)
         server.serve_on(listener)
     spent_s = time.monotonic() - stopped_at_s[0] if stopped_at_s else 0.0
     orderly = engine.shutdown(max(0.0, args.shutdown_deadline_s - spent_s))
     return 0 if orderly else 1
+
+
+def _check_paths(args: EngineArgs) -> None:
+    """The model and the storage folder, as far as that needs no jax."""
+    try:
+        check_spec(args.model_path)
+    except ModelError as error:
+        raise ArgumentError(f"--model-path {args.model_path}: {error}") from error
+    if args.hicache.has_storage:
+        prepare_root(args.hicache.storage_path)
+
+
+def _configure_logging(level: str) -> None:
+    """One format for every line, on stderr; stdout has the address and nothing else."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

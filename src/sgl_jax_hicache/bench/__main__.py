@@ -1,28 +1,67 @@
-"""The benchmarks: `python -m sgl_jax_hicache.bench [tree|host_scheme|decode_overhead] ...`; without a name, all."""
+"""`python -m sgl_jax_hicache.bench <what> [--json FILE]`: measure one part, or `all` and write the report."""
 
 from __future__ import annotations
 
-import runpy
+import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-BENCHMARKS = ("tree", "host_scheme", "decode_overhead")
+from .record import provenance, show, stamped, write_json
+
+_PROG = "python -m sgl_jax_hicache.bench"
+
+BENCHMARKS = {
+    "transfer": "device to host and back, against memcpy",
+    "host_pool": "alloc and free of host pages in small and large pools",
+    "tree": "evict, match, insert and memory of the prefix tree",
+    "hashing": "page keys, against the bare hash chain",
+    "storage": "set, get and exists of page files, against raw files",
+    "memory": "host memory held after many evictions and loads, against what the flags promised",
+    "replay": "a request trace through all tiers, against a plain LRU",
+    "decode_overhead": "the decode step with the cache on and off",
+}
+"""Every benchmark module and what it measures, in the order in which `all` runs them."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that is named first, with the rest of the arguments; or every one with its defaults."""
-    if argv and argv[0] not in BENCHMARKS:
-        print(f"{argv[0]}: no such benchmark; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
-        return 2
-    for name in argv[:1] or BENCHMARKS:
-        sys.argv = [name, *argv[1:]]
-        try:
-            runpy.run_module(f"{__package__}.{name}", run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                return int(end.code)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; the exit status. A wrong command line exits with 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    what = _parse_what(argv[:1])
+    module = importlib.import_module(f"{__package__}.{'report' if what == 'all' else what}")
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROG} {what}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there as well")
+    module.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    try:
+        records = module.run(args)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    run = provenance(argv)
+    if what != "all":
+        records = stamped(records, run)
+        show(records, run)
+    if args.json is not None:
+        write_json(records, args.json)
     return 0
 
 
+def _parse_what(argv: Sequence[str]) -> str:
+    names = "\n".join(f"  {name:16} {text}" for name, text in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description=f"{__doc__}\n\n{names}\n  {'all':16} all of these, and a report with plots",
+        epilog="Options of one benchmark: <what> --help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=[*BENCHMARKS, "all"], metavar="what")
+    return str(parser.parse_args(argv).what)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,34 +1,26 @@
 """What HiCache costs a decode step of a server that never hits: pairs of the same work with it on and off.
 
-    python -m sgl_jax_hicache.bench.decode_overhead [--json FILE] [--pairs N] [--storage none|file]
-
 Two engines with the same model live in one process. In each pair both decode as many fresh random prompts, one engine
-after the other, in alternating order; the figure is the ratio on/off of the mean seconds of a decode step, pair by
-pair. No prompt comes twice, so every page is backed up (and, with `file`, written) and none is ever reused.
+after the other, in alternating order. The figures are the mean time of a decode step, and on/off pair by pair: the
+machine's slow moments hit both of a pair, so that tells more than the ratio of medians. No prompt comes twice, so every
+page is backed up (and, with `file`, written) and none is ever reused.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sgl_jax_hicache import overlay
+from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
+from sgl_jax_hicache.engine.engine import Engine
+from sgl_jax_hicache.engine.engine_args import EngineArgs
+from sgl_jax_hicache.engine.engine_builder import build_engine
 
-overlay.activate()
-
-from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind  # noqa: E402
-from sgl_jax_hicache.engine.engine import Engine  # noqa: E402
-from sgl_jax_hicache.engine.engine_args import EngineArgs  # noqa: E402
-from sgl_jax_hicache.engine.engine_builder import build_engine  # noqa: E402
-from sgl_jax_hicache.provenance import commit, machine  # noqa: E402
+from .record import Record, measured
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,12 @@ class Work:
     num_requests: int
     prompt_len: int
     num_new_tokens: int
+
+    @property
+    def num_common_steps(self) -> int:
+        """Steps that all requests take part in: the first run while other prompts are still computed, the last ones
+        for fewer requests."""
+        return self.num_new_tokens - 2 * self.num_requests
 
 
 def make_engine(model: str, work: Work, hicache: HiCacheConfig) -> Engine:
@@ -64,9 +62,8 @@ def seconds_per_step(engine: Engine, work: Work, rng: np.random.Generator) -> fl
     )
     if any(result["meta_info"]["cached_tokens"] for result in results):
         raise RuntimeError("a fresh prompt hit the cache")
-    # The first steps run while the other prompts are still computed, the last ones for fewer requests.
-    common = work.num_new_tokens - 2 * work.num_requests
-    return float(np.mean(engine.decode_step_seconds(work.num_new_tokens)[-common:]))
+    steps = engine.decode_step_seconds(work.num_new_tokens)[-work.num_common_steps :]
+    return float(np.mean(steps))
 
 
 def measure(
@@ -89,55 +86,32 @@ def measure(
     return pairs
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
     parser.add_argument("--model-path", default="smollm2")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--storage", choices=[kind.value for kind in StorageKind], default="file")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write JSON if asked."""
-    args = parse_args(argv)
+def run(args: argparse.Namespace) -> list[Record]:
+    """All pairs. Raises ArgumentTypeError if there are no steps that all requests share."""
     work = Work(args.requests, args.prompt_len, args.new_tokens)
+    if work.num_common_steps < 1:
+        raise argparse.ArgumentTypeError(
+            f"--new-tokens must be more than twice --requests, {2 * work.num_requests}"
+        )
     pairs = measure(args.model_path, work, StorageKind(args.storage), args.pairs)
-    ratios = np.array([on / off for on, off in pairs])
-    on_ms, off_ms = np.median(np.array(pairs), axis=0) * 1e3
-    print(f"command   python -m sgl_jax_hicache.bench.decode_overhead {shlex.join(argv)}")
-    print(f"machine   {machine()}")
-    print(f"commit    {commit()}")
-    print(f"work      {work}")
-    print(f"decode step, median: on {on_ms:.2f} ms, off {off_ms:.2f} ms")
-    print(
-        f"ratio on/off over {len(ratios)} pairs: median {np.median(ratios):.4f}, "
-        f"P90 {np.percentile(ratios, 90):.4f}, min {ratios.min():.4f}, max {ratios.max():.4f}"
-    )
-    if args.json:
-        record = {
-            "name": "decode_step_on_off",
-            "value": float(np.median(ratios)),
-            "unit": "ratio",
-            "limit": 1.02,
-            "ratio": float(np.median(ratios)) / 1.02,
-            "samples": ratios.tolist(),
-            "params": {
-                **asdict(work),
-                "storage": args.storage,
-                "machine": machine(),
-                "commit": commit(),
-            },
-        }
-        args.json.write_text(json.dumps([record], indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    params = {**asdict(work), "storage": args.storage}
+    return [
+        measured(
+            "decode step, HiCache on",
+            [on * 1e3 for on, _ in pairs],
+            "ms",
+            [off * 1e3 for _, off in pairs],
+            **params,
+        ),
+        measured("decode step, on / off", [on / off for on, off in pairs], "ratio", 1.0, **params),
+    ]

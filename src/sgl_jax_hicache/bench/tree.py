@@ -1,43 +1,36 @@
 """What the prefix tree costs, and whether it grows with the number of nodes: evict, match, insert, bytes per node.
 
-    python -m sgl_jax_hicache.bench.tree [--json FILE] [--leaves N ...]
-
-No device and no lower tiers: slots are numbers. Each figure is the median over repeats, with P90.
+No device and no lower tiers: slots are numbers. The limit of evict and short match is the smallest tree, so the ratio
+is the growth; that of a long match is encoding the tokens and comparing them once.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import shlex
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 
-from sgl_jax_hicache import overlay
-
-overlay.activate()
-
-from sgl_jax.srt.mem_cache.hicache.builder import (  # noqa: E402
-    ModelIdentity,
-    build_unified_radix_cache,
-)
-from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig  # noqa: E402
-from sgl_jax.srt.mem_cache.hicache.tree_types import (  # noqa: E402
+from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
+from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
+from sgl_jax.srt.mem_cache.hicache.token_key import TokenCodec, TokenIds
+from sgl_jax.srt.mem_cache.hicache.tree_types import (
     EvictParams,
     InsertParams,
     MatchPrefixParams,
     RadixKey,
 )
-from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
-from sgl_jax_hicache.provenance import commit, machine  # noqa: E402
+from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from .record import Record, measured, rates, seconds_of, side_by_side
+
+PAGE_SIZE = 16
+LONG_PAGE_SIZE = 64
 
 
 class CountingAllocator:
@@ -74,17 +67,6 @@ class NoRequests:
         raise RuntimeError("the benchmark has no requests")
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measurement; `samples` are per operation."""
-
-    name: str
-    value: float
-    p90: float
-    unit: str
-    params: dict[str, object]
-
-
 def new_tree(page_size: int) -> UnifiedRadixCache:
     """A cache without lower tiers."""
     return build_unified_radix_cache(
@@ -96,99 +78,124 @@ def new_tree(page_size: int) -> UnifiedRadixCache:
     )
 
 
-def insert(tree: UnifiedRadixCache, token_ids: Sequence[int]) -> None:
+def insert(tree: UnifiedRadixCache, token_ids: TokenIds) -> None:
     """Insert a prompt with made-up slots."""
-    slots = np.arange(len(token_ids), dtype=np.int32)
-    tree.insert(InsertParams(RadixKey(token_ids), slots))
+    tree.insert(InsertParams(RadixKey(token_ids), made_up_slots(len(token_ids))))
 
 
-def seconds(action: Callable[[], object], repeats: int) -> list[float]:
-    """Wall time of each repeat."""
-    spent = []
-    for _ in range(repeats):
-        begun_s = time.perf_counter()
-        action()
-        spent.append(time.perf_counter() - begun_s)
-    return spent
+@cache
+def made_up_slots(num_tokens: int) -> npt.NDArray[np.int32]:
+    """Device slots such as an engine has at hand when it inserts."""
+    return np.arange(num_tokens, dtype=np.int32)
 
 
-def figure(name: str, samples: Sequence[float], unit: str, **params: object) -> Figure:
-    """Median and P90 of samples."""
-    return Figure(name, float(np.median(samples)), float(np.percentile(samples, 90)), unit, params)
+def insert_all(tree: UnifiedRadixCache, prompts: Sequence[TokenIds]) -> None:
+    """Insert prompt after prompt."""
+    for prompt in prompts:
+        insert(tree, prompt)
 
 
-def measure_leaves(num_leaves: int, page_size: int = 16) -> list[Figure]:
-    """Evict and match in a tree of that many two-page prompts under a shared first page."""
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    tree = new_tree(page_size)
-    shared = list(range(page_size))
+def tree_of(num_leaves: int) -> UnifiedRadixCache:
+    """A tree of that many two-page prompts under a shared first page."""
+    tree = new_tree(PAGE_SIZE)
+    shared = list(range(PAGE_SIZE))
     for leaf in range(num_leaves):
-        insert(tree, [*shared, *range(1000 + leaf, 1000 + leaf + page_size)])
-    held = psutil.Process().memory_info().rss - before
-    some = [*shared, *range(1000, 1000 + page_size), 7]
-    match = seconds(lambda: tree.match_prefix(MatchPrefixParams(RadixKey(some))), 2000)
-    evict = seconds(lambda: tree.evict(EvictParams(page_size)), min(num_leaves // 2, 2000))
-    return [
-        figure("evict one node", [s * 1e6 for s in evict], "us", leaves=num_leaves),
-        figure("match a 32-token prefix", [s * 1e6 for s in match], "us", leaves=num_leaves),
-        figure("memory per node", [held / (num_leaves + 1)], "bytes", leaves=num_leaves),
+        insert(tree, [*shared, *range(1000 + leaf, 1000 + leaf + PAGE_SIZE)])
+    return tree
+
+
+def measure_leaves(sizes: Sequence[int], repeats: int = 2000) -> list[Record]:
+    """Evict and match in trees of every size, in turns."""
+    trees, held_bytes = [], []
+    for num_leaves in sizes:
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        trees.append(tree_of(num_leaves))
+        held_bytes.append(psutil.Process().memory_info().rss - before)
+    prompt = RadixKey([*range(PAGE_SIZE), *range(1000, 1000 + PAGE_SIZE), 7])
+    matches = [_match(tree, prompt) for tree in trees]
+    evictions = [lambda tree=tree: tree.evict(EvictParams(PAGE_SIZE)) for tree in trees]
+    records = [
+        *_growth("tree match, 32 tokens", matches, sizes, repeats),
+        *_growth("tree evict one node", evictions, sizes, min(repeats, min(sizes) // 2)),
     ]
-
-
-def measure_match(num_tokens: int = 32768, page_size: int = 64) -> list[Figure]:
-    """Match of a long prompt that is all there, from an int array and from a list."""
-    tree = new_tree(page_size)
-    array = np.random.default_rng(0).integers(0, 100_000, num_tokens + 1)
-    insert(tree, array[:num_tokens].tolist())
-    figures = []
-    for kind, token_ids in (("array", array), ("list", array.tolist())):
-        key = RadixKey(token_ids)
-        spent = seconds(lambda key=key: tree.match_prefix(MatchPrefixParams(key)), 200)  # type: ignore[misc]
-        rates = [num_tokens / s / 1e6 for s in spent]
-        figures.append(
-            figure(f"match 32k tokens from a {kind}", rates, "M tokens/s", page_size=page_size)
+    for num_leaves, held in zip(sizes, held_bytes, strict=True):
+        records.append(
+            Record(
+                "tree memory", held / (num_leaves + 1), "bytes/node", params={"leaves": num_leaves}
+            )
         )
-    return figures
+    return records
 
 
-def measure_insert(num_prompts: int = 30_000, page_size: int = 16) -> list[Figure]:
-    """Insert 1,024-token prompts of which 512 are shared."""
-    tree = new_tree(page_size)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 100_000, 512).tolist()
-    tails = rng.integers(0, 100_000, (num_prompts, 512)).tolist()
-    rates = []
-    for first in range(0, num_prompts, 1000):
-        batch = tails[first : first + 1000]
-        begun_s = time.perf_counter()
-        for tail in batch:
-            insert(tree, shared + tail)
-        rates.append(len(batch) / (time.perf_counter() - begun_s) / 1e3)
+def _match(tree: UnifiedRadixCache, key: RadixKey) -> Callable[[], object]:
+    return lambda: tree.match_prefix(MatchPrefixParams(key))
+
+
+def _growth(
+    name: str, actions: Sequence[Callable[[], object]], sizes: Sequence[int], repeats: int
+) -> list[Record]:
+    spent = [[s * 1e6 for s in seconds] for seconds in side_by_side(actions, repeats)]
     return [
-        figure("insert 1,024-token prompts, 512 shared", rates, "thousand/s", prompts=num_prompts)
+        measured(name, us, "us", spent[0], leaves=size)
+        for us, size in zip(spent, sizes, strict=True)
     ]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+def measure_match(num_tokens: int, repeats: int = 200) -> list[Record]:
+    """Match of a long prompt that is all there, from an int array and from a list."""
+    tree, codec = new_tree(LONG_PAGE_SIZE), TokenCodec(LONG_PAGE_SIZE)
+    array = np.random.default_rng(0).integers(0, 100_000, num_tokens + 1)
+    insert(tree, array[:num_tokens])
+    known = codec.encode(array)
+    records = []
+    kinds: dict[str, TokenIds] = {"array": array, "list": array.tolist()}
+    for kind, token_ids in kinds.items():
+        actions = (
+            _match(tree, RadixKey(token_ids)),
+            lambda token_ids=token_ids: codec.encode(token_ids) == known,
+        )
+        match, bare = (rates(num_tokens / 1e6, s) for s in side_by_side(actions, repeats))
+        params = {"tokens": num_tokens, "page_size": LONG_PAGE_SIZE, "given_as": kind}
+        records.append(measured("tree match, all there", match, "M tokens/s", bare, **params))
+    return records
+
+
+def measure_insert(num_prompts: int) -> list[Record]:
+    """Insert 1,024-token prompts of which 512 are shared, from lists and from int arrays."""
+    rng = np.random.default_rng(0)
+    shared = np.tile(rng.integers(0, 100_000, 512), (num_prompts, 1))
+    prompts = np.concatenate([shared, rng.integers(0, 100_000, (num_prompts, 512))], axis=1)
+    records = []
+    for kind in ("array", "list"):
+        tree, samples = new_tree(PAGE_SIZE), []
+        for first in range(0, num_prompts, 1000):
+            rows = prompts[first : first + 1000]
+            batch: Sequence[TokenIds] = list(rows) if kind == "array" else rows.tolist()
+            took_s = seconds_of(partial(insert_all, tree, batch))
+            samples.append(len(batch) / took_s / 1e3)
+        params: dict[str, Any] = {"prompts": num_prompts, "page_size": PAGE_SIZE, "given_as": kind}
+        records.append(
+            measured("tree insert, 512 of 1,024 shared", samples, "thousand/s", **params)
+        )
+    return records
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000], metavar="N"
     )
-    parser.add_argument("--leaves", type=int, nargs="+", default=[1_000, 30_000, 300_000])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
-    figures = [f for num_leaves in args.leaves for f in measure_leaves(num_leaves)]
-    figures += measure_match() + measure_insert()
-    print(f"command  python -m sgl_jax_hicache.bench.tree {shlex.join(argv)}")
-    print(f"machine  {machine()}\ncommit   {commit()}")
-    for f in figures:
-        print(f"{f.name:42}{f.value:12.2f} {f.unit:12} P90 {f.p90:10.2f}  {f.params}")
-    if args.json:
-        record = {"machine": machine(), "commit": commit(), "figures": [asdict(f) for f in figures]}
-        args.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return 0
+    parser.add_argument("--prompts", type=int, default=30_000, help="prompts to insert")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of the long match")
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(args: argparse.Namespace) -> list[Record]:
+    """All of it."""
+    if min(args.leaves) < 4:
+        raise argparse.ArgumentTypeError("--leaves: a tree needs at least 4")
+    return [
+        *measure_leaves(args.leaves),
+        *measure_match(args.tokens),
+        *measure_insert(args.prompts),
+    ]

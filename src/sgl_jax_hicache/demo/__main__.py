@@ -91,6 +91,8 @@ class Demo:
     ) -> tuple[list[Record], dict[str, int]]:
         """Start a server, play, read its counters, and leave it to SIGKILL."""
         records = []
+        if not self._console.is_terminal:  # no bar will move there
+            self._console.print(f"{title}: a server is started, then asked {len(script)} times")
         with self._progress() as progress:
             task = progress.add_task(title, total=len(script), step="starting the server")
             with (
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             findings = Demo(arguments.model, storage_path, arguments.answer_tokens, console).run()
         except ServerFailedError as error:
-            console.print(str(error), style="red", markup=False)
+            console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
             return 2
     return _show(findings, arguments.output_dir, console)
 

@@ -54,6 +54,9 @@ class Findings:
             "mismatched_answers": len(self.mismatched),
             "tokens": asdict(total_tokens(self.cached_runs)),
             "ttft_ms": median_ttft_ms(self.cached_runs),
+            "long_prompt_ttft_ms": {
+                tier.value: ms for tier, ms in self.long_prompt_ttft_ms().items()
+            },
             "bytes_moved": self.bytes_moved,
             "machine": machine(),
             "commit": commit(),

@@ -97,7 +97,7 @@ class PrefillAdder:
 
     def _outstanding(self, req: Req) -> int:
         """Slots that a request which runs already is expected to ask for: the rest of its prompt, and growth."""
-        uncomputed = max(0, len(req.all_token_ids) - 1 - req.kv_committed_len)
+        uncomputed = max(0, req.num_tokens - 1 - req.kv_committed_len)
         end_len = req.kv_committed_len + uncomputed + self._expected_tokens(req)
         return self._memory.growth(req.kv_committed_len, end_len)
 
@@ -177,7 +177,7 @@ class PrefillAdder:
 
     def _chunk_len(self, req: Req, prefix_len: int) -> int:
         """Tokens of the next chunk: all that is left, or as many whole pages as the budget holds."""
-        left = len(req.all_token_ids) - prefix_len
+        left = req.num_tokens - prefix_len
         if left <= self.budget_tokens:
             return left
         page_size = self._memory.page_size

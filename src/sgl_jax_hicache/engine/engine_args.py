@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
 
+from . import model_spec
+
 ENGINES = ("embedded", "sgl-jax")
 DTYPES = ("float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -63,7 +65,7 @@ class EngineArgs:
     max_queued_requests: int = 256
     # Largest body of an HTTP request in bytes; more gets a 413.
     max_request_bytes: int = 8 << 20
-    # Time for requests and storage at SIGTERM, in seconds.
+    # Time for requests and storage at SIGTERM or SIGINT, in seconds; a second signal ends at once.
     shutdown_deadline_s: float = 30.0
     log_level: str = "info"
 
@@ -95,7 +97,8 @@ class EngineArgs:
         """Add every flag, those of HiCache included. Read them back with `from_cli` only."""
         model = parser.add_argument_group("model")
         model.add_argument(
-            "--model-path", help="smollm2, a directory, a .gguf file or random:<preset>:<seed>"
+            "--model-path",
+            help=f"what to serve (default {EngineArgs.model_path}): {model_spec.ALLOWED}",
         )
         model.add_argument("--served-model-name", help="name in responses (default: the model's)")
         model.add_argument("--dtype", metavar=_one_of(DTYPES), help="type of the KV pages")
@@ -170,7 +173,12 @@ _UNBOUNDED = 1 << 40
 
 _NUMBERS = (
     _Number(
-        "context_length", int, 2, _UNBOUNDED, "longest sequence in tokens (default: the model's)"
+        "context_length",
+        int,
+        2,
+        _UNBOUNDED,
+        "longest sequence in tokens, prompt and answer (default: the model's); "
+        "an answer that reaches it ends there, with finish_reason length",
     ),
     _Number("random_seed", int, 0, 2**32 - 1, "seed of sampling (default 0)"),
     _Number("page_size", int, 1, 4096, f"tokens per KV page (default {EngineArgs.page_size})"),
@@ -227,7 +235,8 @@ _NUMBERS = (
         float,
         0,
         86400,
-        f"seconds for requests and storage at SIGTERM (default {EngineArgs.shutdown_deadline_s:g})",
+        f"seconds for requests and storage at SIGTERM or SIGINT "
+        f"(default {EngineArgs.shutdown_deadline_s:g}); a second signal ends at once",
         True,
     ),
 )

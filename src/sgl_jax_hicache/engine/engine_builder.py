@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
@@ -22,10 +26,13 @@ from .kv_cache_builder import build_kv_cache, register_kv_cache
 from .memory_pool import RecurrentStatePool, build_kv_pool, build_recurrent_pool
 from .model_config import ModelConfig, ModelError
 from .model_runner import DEFAULT_TILES, ModelRunner
+from .pool_budget import check_device_pool, read_device_room
 from .req_to_token_pool import HybridReqToTokenPool, ReqToTokenPool
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
 from .weights import LoadedModel, ModelParams, load_model, read_config
+
+logger = logging.getLogger(__name__)
 
 
 def check_settings(args: EngineArgs) -> ModelConfig:
@@ -41,6 +48,13 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     _check_reuse(args, config)
     if args.hicache.has_storage:
         prepare_root(args.hicache.storage_path)
+    check_device_pool(
+        args.max_total_tokens,
+        args.page_size,
+        config.kv_bytes_per_token(args.dtype),
+        _weight_bytes(config) + (args.max_running_requests + 1) * config.state_bytes_per_request(),
+        read_device_room(),
+    )
     if args.hicache.enabled:
         host_pool_pages(
             args.hicache,
@@ -54,7 +68,8 @@ def check_settings(args: EngineArgs) -> ModelConfig:
 def build_engine(args: EngineArgs) -> Engine:
     """Load the model and start the engine. Raises like `check_settings`, and ModelError for broken weights."""
     check_settings(args)
-    model = load_model(args.model_path)
+    with _told(f"loading the weights of {args.model_path}"):
+        model = load_model(args.model_path)
     context_len = args.context_length or model.config.max_position_embeddings
     pool = build_kv_pool(
         model.config, size=args.max_total_tokens, page_size=args.page_size, dtype=args.dtype
@@ -87,19 +102,46 @@ def build_engine(args: EngineArgs) -> Engine:
         allocator,
         EngineMetrics(registry),
     )
-    return Engine(
-        EngineParts(
-            scheduler=scheduler,
-            tree=tree,
-            tokenizer=model.tokenizer,
-            checker=RequestChecker(
-                model.tokenizer, context_len, args.max_total_tokens, args.random_seed
-            ),
-            registry=registry,
-            served_model_name=args.served_model_name or model.model_id,
-            max_queued_requests=args.max_queued_requests,
-            info=_info(args, model, context_len),
-        )
+    parts = EngineParts(
+        scheduler=scheduler,
+        tree=tree,
+        tokenizer=model.tokenizer,
+        checker=RequestChecker(
+            model.tokenizer, context_len, args.max_total_tokens, args.random_seed
+        ),
+        registry=registry,
+        served_model_name=args.served_model_name or model.model_id,
+        max_queued_requests=args.max_queued_requests,
+        info=_info(args, model, context_len),
+    )
+    with _told(_preparation()):
+        return Engine(parts)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Log what takes a while, before it and after it."""
+    logger.info("%s ...", what)
+    started_s = time.monotonic()
+    yield
+    logger.info("%s: %.1f s", what.partition(" (")[0], time.monotonic() - started_s)
+
+
+def _preparation() -> str:
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    kept = f" (the first start compiles them, later ones find them in {folder})" if folder else ""
+    return f"preparing the programs{kept}"
+
+
+def _tell_without_hicache(args: EngineArgs, config: ModelConfig) -> None:
+    reuse = "nothing is reused" if args.disable_radix_cache else "prefixes are reused from L1 only"
+    logger.info(
+        "HiCache is off (no --hicache-storage): %s. L1 device: %d pages of %d tokens, %.2f GiB. "
+        "L2 host: none. L3 storage: none.",
+        reuse,
+        args.max_total_tokens // args.page_size,
+        args.page_size,
+        args.max_total_tokens * config.kv_bytes_per_token(args.dtype) / 2**30,
     )
 
 
@@ -133,13 +175,18 @@ def _build_rows(size: int, context_len: int, states: RecurrentStatePool | None) 
 
 
 def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:
-    """Host memory that the engine itself will take: on CPU the weights (as float32) and the device pool."""
+    """Host memory that the engine itself will take: on CPU the weights and the device pool."""
     if jax.default_backend() != "cpu":
         return 0
+    return _weight_bytes(config) + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+
+
+def _weight_bytes(config: ModelConfig) -> int:
+    """Memory of the weights, as float32; an estimate from the config alone."""
     attention = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     values = config.num_layers * (attention + mlp) + 2 * config.vocab_size * config.hidden_size
-    return values * 4 + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+    return values * 4
 
 
 def _build_tree(
@@ -149,6 +196,8 @@ def _build_tree(
     allocator: PagedTokenToKVPoolAllocator,
     registry: CollectorRegistry,
 ) -> Any:
+    if not args.hicache.enabled:
+        _tell_without_hicache(args, model.config)
     hicache_builder.register(register_kv_cache)
     return build_kv_cache(
         hicache_builder.UNIFIED_RADIX_CACHE,

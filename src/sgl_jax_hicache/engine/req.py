@@ -108,6 +108,11 @@ class Req:
         return self.sampling.max_new_tokens - self.num_sampled
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    @property
     def all_token_ids(self) -> list[int]:
         """Prompt and known output."""
         return self.origin_input_ids + self.output_ids

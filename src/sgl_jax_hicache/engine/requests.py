@@ -29,7 +29,8 @@ class RequestError(ValueError):
 class GenerateSpec:
     """One prompt and how to continue it. Exactly one of `text` and `input_ids` is given.
 
-    `prompt_field` and `max_tokens_field` are what the client calls these fields, for messages.
+    `add_bos`: `text` gets the model's start token; not so a rendered conversation, which has its own. `prompt_field`
+    and `max_tokens_field` are what the client calls these fields, for messages.
     """
 
     text: str | None = None
@@ -40,6 +41,7 @@ class GenerateSpec:
     extra_key: str | None = None
     stream: bool = False
     rid: str | None = None
+    add_bos: bool = True
     prompt_field: str = "text"
     max_tokens_field: str = "max_new_tokens"
 
@@ -73,7 +75,6 @@ class RequestChecker:
         _check_unicode(spec)
         _check_sampling(spec, self._tokenizer.vocab_size)
         input_ids = self._input_ids(spec)
-        self._check_length(spec, len(input_ids))
         sampling = replace(
             spec.sampling,
             max_new_tokens=min(spec.sampling.max_new_tokens, self._room_for_output(len(input_ids))),
@@ -87,28 +88,36 @@ class RequestChecker:
         if (spec.text is None) == (spec.input_ids is None):
             raise RequestError(spec.prompt_field, "give either text or input_ids")
         if spec.text is not None:
-            input_ids = tuple(self._tokenizer.encode(spec.text)) if spec.text else ()
+            self._check_bytes(spec, spec.text)
+            encode = self._tokenizer.encode
+            input_ids = tuple(encode(spec.text, add_bos=spec.add_bos)) if spec.text else ()
         else:
             input_ids = tuple(spec.input_ids or ())
         if not input_ids:
             raise RequestError(spec.prompt_field, "the prompt is empty; give at least one token")
+        self._check_length(spec, len(input_ids))
         vocab_size = self._tokenizer.vocab_size
         if min(input_ids) < 0 or max(input_ids) >= vocab_size:
             wrong = next(token for token in input_ids if not 0 <= token < vocab_size)
             raise RequestError(spec.prompt_field, f"token id {wrong} is outside [0, {vocab_size})")
         return input_ids
 
-    def _check_length(self, spec: GenerateSpec, prompt_len: int) -> None:
+    def _check_bytes(self, spec: GenerateSpec, text: str) -> None:
+        """Refuses, without the seconds that tokenising takes, a text that no tokenizer could make short enough."""
+        at_least = -(-len(text.encode()) // self._tokenizer.max_token_bytes)
+        self._check_length(spec, at_least, "at least ")
+
+    def _check_length(self, spec: GenerateSpec, prompt_len: int, about: str = "") -> None:
+        found = f"the prompt has {about}{prompt_len} tokens"
         if prompt_len >= self._max_context_len:
             raise RequestError(
                 spec.prompt_field,
-                f"the prompt has {prompt_len} tokens; the context holds {self._max_context_len}, "
+                f"{found}; the context holds {self._max_context_len}, "
                 "of which one is left for the answer",
             )
         if prompt_len > self._pool_tokens:
             raise RequestError(
-                spec.prompt_field,
-                f"the prompt has {prompt_len} tokens; the device pool holds {self._pool_tokens}",
+                spec.prompt_field, f"{found}; the device pool holds {self._pool_tokens}"
             )
 
     def _room_for_output(self, prompt_len: int) -> int:

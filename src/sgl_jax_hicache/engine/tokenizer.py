@@ -19,6 +19,7 @@ from .chat_template import ChatTemplate
 from .model_config import ModelConfig, ModelError
 
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4  # GGUF token types
+_MAX_SHRINKAGE = 4  # a normalizer that composes characters leaves at least this part of the bytes
 
 
 class Vocabulary(Protocol):
@@ -28,10 +29,14 @@ class Vocabulary(Protocol):
         """Token ids of `text`; special tokens written out in it count as themselves."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; raises ModelError for an id outside the vocabulary."""
+        """The bytes that a token stands for; none for an id that a model's padded vocabulary adds."""
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that mark structure and are not shown."""
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of text that one token can stand for."""
 
 
 class Tokenizer:
@@ -56,9 +61,14 @@ class Tokenizer:
         bos = self._bos_token_ids if add_bos else []
         return bos + self._vocabulary.encode(text)
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of text that one token can stand for: a text has at least its bytes over this many tokens."""
+        return self._vocabulary.max_token_bytes
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation (dictionaries with role and content), ready for the assistant's turn."""
-        return self._vocabulary.encode(self.chat_template.render(messages))
+        return self.encode(self.chat_template.render(messages), add_bos=False)
 
     def decode(self, token_ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of complete `token_ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -105,6 +115,10 @@ class _ByteVocabulary:
             )
         self._vocab_size = vocab_size
 
+    @property
+    def max_token_bytes(self) -> int:
+        return 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -130,14 +144,21 @@ class _PieceVocabulary:
             token_id: piece.encode() if token_id in added else piece_bytes(piece)
             for piece, token_id in fast.get_vocab(with_added_tokens=True).items()
         }
+        longest = max(len(token) for token in self._bytes.values())
+        self._max_token_bytes = longest * (_MAX_SHRINKAGE if fast.normalizer is not None else 1)
+
+    @property
+    def max_token_bytes(self) -> int:
+        return self._max_token_bytes
 
     def encode(self, text: str) -> list[int]:
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        # The batch call lets other threads run meanwhile; `encode` would keep the interpreter to itself.
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id not in self._bytes:
-            raise ModelError(f"token id {token_id} is not in the vocabulary")
-        return self._bytes[token_id]
+        # Models pad their vocabulary: an id beyond the tokenizer's can be sampled, and stands for nothing.
+        return self._bytes.get(token_id, b"")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -252,3 +252,11 @@ def test_the_tree_and_nobody_else_calls_the_hooks() -> None:
     ]
     assert set(callers) == {"tiered_tree.py"}
     assert {call.rsplit(".", 1)[1] for call in callers["tiered_tree.py"]} == set(HOOKS)
+
+
+def test_no_document_has_a_placeholder() -> None:
+    root = Path(__file__).parents[3]
+    documents = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    assert len(documents) > 1
+    left = [path.name for path in documents if "PLACEHOLDER" in path.read_text(encoding="utf-8")]
+    assert not left, left

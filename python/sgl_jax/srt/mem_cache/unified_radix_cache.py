@@ -145,7 +145,7 @@ class UnifiedRadixCache:
         if (rest := key[start * self._codec.token_bytes :]) != b"":
             parent = path[-1] if path else self.root_node
             slots = params.value[start : len(key) // self._codec.token_bytes]
-            path.append(self._tree.add_device_leaf(parent, namespace, rest, slots))
+            path += self._tree.add_device_leaves(parent, namespace, rest, slots)
         last_node = path[-1] if path else self.root_node
         self._tree.touch(last_node)
         self._tree.write_through(path)
@@ -159,14 +159,16 @@ class UnifiedRadixCache:
         committed_len = req.pop_committed_kv_cache()
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :committed_len].copy()
         if self.disable:
-            self._tree.free_device(slots, req.dp_rank)
+            self._tree.free_device(slots, req.dp_rank or 0)
             return
+        if not self._tree.is_current(req.last_node):
+            return  # a reset came first: the engine has taken all slots back itself
         kept_len = req.cache_protected_len
         if is_insert:
             kept_len = self._codec.aligned_len(committed_len)
             token_ids = [*req.origin_input_ids, *req.output_ids][:committed_len]
             self._insert_request(req, token_ids, slots[:kept_len])
-        self._tree.free_device(slots[kept_len:], req.dp_rank)
+        self._tree.free_device(slots[kept_len:], req.dp_rank or 0)
         self.dec_lock_ref(req.last_node)
 
     def cache_unfinished_req(self, req: CacheableRequest) -> None:
@@ -207,7 +209,12 @@ class UnifiedRadixCache:
         return IncLockRefResult(-sum(c.lock(node) for c in self._tree.components))
 
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> int:
-        """Undo one `inc_lock_ref` of the same node; return the tokens that became evictable."""
+        """Undo one `inc_lock_ref` of the same node; return the tokens that became evictable.
+
+        Nothing happens for a node that a reset has forgotten.
+        """
+        if not self._tree.is_current(node):
+            return 0
         return sum(c.unlock(node) for c in self._tree.components)
 
     def evictable_size(self, dp_rank: int = 0) -> int:
@@ -293,6 +300,7 @@ class UnifiedRadixCache:
             self._tree.settle()
             self._prefetch.use_arrivals()
             self._tree.keep_reserve()
+            self._tree.retry_stores()
 
     def flush_write_through_acks(self) -> None:
         """The same, from the engine's decode rounds."""

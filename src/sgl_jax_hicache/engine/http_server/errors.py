@@ -17,6 +17,14 @@ from ..requests import RequestError
 from ..scheduler_thread import EngineStoppedError
 
 _TYPE_NAME = re.compile(r"str|int|list\[.*\]")
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
@@ -87,15 +95,19 @@ async def _on_stopped(_request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_exception(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    # What the JSON parser raised; fastapi's own text says only that there was an error.
+    if isinstance(error.__cause__, RecursionError):
+        return ApiError(400, "the body is nested too deeply", "body").response()
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        return ApiError(400, "the body is not valid UTF-8", "body").response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if tuple(first["loc"]) == ("body",) and "json" not in request.headers.get("content-type", ""):
-        message = "send the body as JSON, with the header 'Content-Type: application/json'"
-        return ApiError(415, message, "body").response()
+    if tuple(first["loc"]) == ("body",):
+        return _of_whole_body(request, first).response()
     field = _field_name(first["loc"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
@@ -103,6 +115,19 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{field}: unknown field; remove it", field).response()
     return ApiError(400, f"{field}: {first['msg']}", field).response()
+
+
+def _of_whole_body(request: Request, first: Mapping[str, Any]) -> ApiError:
+    """The body is no JSON object, or not marked as one."""
+    if "json" not in request.headers.get("content-type", ""):
+        message = "send the body as JSON, with the header 'Content-Type: application/json'"
+        return ApiError(415, message, "body")
+    if first["type"] == "missing":
+        return ApiError(400, "the body is empty; send a JSON object", "body")
+    if first["type"] != "model_attributes_type":
+        return ApiError(400, f"body: {first['msg']}", "body")
+    kind = _JSON_NAMES[type(first["input"])]
+    return ApiError(400, f"the body must be a JSON object, not {kind}", "body")
 
 
 def _field_name(location: Sequence[int | str]) -> str:

@@ -79,7 +79,7 @@ def build_router(engine: Engine) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Any:
         frame = envelope("chatcmpl", body)
         answers = await Answers.start(
-            engine, request, lambda: body.specs(engine.tokenizer.encode_chat)
+            engine, request, lambda: body.specs(engine.tokenizer.chat_template.render)
         )
         if body.stream:
             choice = _chat_delta(body.logprobs)

@@ -5,17 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from ..forward_batch import SamplingParams
 from ..requests import MAX_TOP_LOGPROBS, GenerateSpec, RequestError
 
+# The type of errors whose message is ours, for people.
+OWN_WORDS = "hicache"
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-TokenIds = list[int]
-Stop = str | list[str] | None
-Unused = Annotated[float, Field(ge=0, le=0)]
+# Fail fast: of a body with a million wrong entries, the first is enough.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 MAX_PROMPTS = 64
+
+
+def _few_prompts(given: object) -> object:
+    """Before anything else looks at them: millions of prompts would hold up the server's loop."""
+    many = isinstance(given, list) and len(given) > MAX_PROMPTS
+    if isinstance(given, list) and many and not isinstance(given[0], int):
+        raise PydanticCustomError(
+            OWN_WORDS, f"{len(given)} prompts; {MAX_PROMPTS} are allowed at once"
+        )
+    return given
+
+
+def _only_text(content: object) -> object:
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                OWN_WORDS, "only text content is supported, not {kind}", {"kind": repr(kind[:80])}
+            )
+    return content
+
+
+Prompts = Annotated[
+    str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+    BeforeValidator(_few_prompts),
+]
+Stop = str | Texts | None
+Unused = Annotated[float, Field(ge=0, le=0)]
 _UNBOUNDED_TOKENS = 1 << 30  # cut to what context and pool hold
+
+_CUT = Field(
+    description="At most this many tokens. An answer ends earlier, with finish_reason `length`, "
+    "where the context or the device pool is full."
+)
 
 
 class Strict(BaseModel):
@@ -27,7 +63,7 @@ class Strict(BaseModel):
 class SamplingBody(Strict):
     """`sampling_params` of /generate; the names and defaults of SamplingParams."""
 
-    max_new_tokens: int = SamplingParams.max_new_tokens
+    max_new_tokens: Annotated[int, _CUT] = SamplingParams.max_new_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
     top_k: int = SamplingParams.top_k
@@ -53,8 +89,11 @@ class SamplingBody(Strict):
 class GenerateBody(Strict):
     """POST /generate. `rid` and `extra_key` are for one prompt or for all of a list."""
 
-    text: str | list[str] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
+    text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
+    input_ids: Annotated[
+        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None,
+        BeforeValidator(_few_prompts),
+    ] = None
     sampling_params: SamplingBody = Field(default_factory=SamplingBody)
     return_logprob: bool = False
     top_logprobs_num: int = 0
@@ -138,8 +177,8 @@ class OpenAIBody(Strict):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
-    max_tokens: int = 16
+    prompt: Prompts
+    max_tokens: Annotated[int, _CUT] = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def specs(self) -> list[GenerateSpec]:
@@ -172,7 +211,9 @@ class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_only_text)
+    ]
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -184,25 +225,26 @@ class Message(Strict):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Field(min_length=1), Field(fail_fast=True)]
+    max_tokens: Annotated[int | None, _CUT] = None
+    max_completion_tokens: Annotated[int | None, _CUT] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    def specs(self, encode_chat: Callable[[list[dict[str, str]]], list[int]]) -> list[GenerateSpec]:
-        """The one spec. Raises RequestError."""
+    def specs(self, render: Callable[[list[dict[str, str]]], str]) -> list[GenerateSpec]:
+        """The one spec; `render` writes the conversation as the model expects it. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
         field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         wanted = self.max_tokens if field == "max_tokens" else self.max_completion_tokens
         try:
-            input_ids = encode_chat([message.plain() for message in self.messages])
+            text = render([message.plain() for message in self.messages])
         except ValueError as error:
             raise RequestError("messages", str(error)) from error
         return [
             _spec(
-                input_ids,
+                text,
+                add_bos=False,
                 sampling=self.sampling(_UNBOUNDED_TOKENS if wanted is None else wanted),
                 return_logprob=self.logprobs,
                 top_logprobs_num=self.top_logprobs or 0,
@@ -229,14 +271,12 @@ def stops(stop: Stop) -> tuple[str, ...]:
 
 
 def prompts_of(field: str, given: object) -> list[str | list[int]]:
-    """The prompts of a field that takes one or several. Raises RequestError for none or too many."""
+    """The prompts of a field that takes one or several. Raises RequestError for none."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         return [given]
     prompts = list(given) if isinstance(given, list) else []
     if not prompts:
         raise RequestError(field, "the prompt is empty; give at least one token")
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(field, f"{len(prompts)} prompts; {MAX_PROMPTS} are allowed at once")
     return prompts
 
 

@@ -39,6 +39,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                log_config=None,  # its lines go where all others go, in their format
                 log_level=log_level,
                 access_log=log_level == "debug",
                 lifespan="off",

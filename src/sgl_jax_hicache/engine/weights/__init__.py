@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..model_config import ModelConfig, ModelError, config_from_file
+import jax
+
+from ..model_config import ModelConfig, config_from_file
+from ..model_spec import SMOLLM2, check_spec, parse_random
 from ..tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_directory, tokenizer_from_gguf
-from .fingerprint import config_version
+from .fingerprint import serving_version
 from .gguf_file import GGUFFile
 from .params import ModelParams, assemble
 from .random_weights import PRESET_NAMES, RandomTensors, preset_config, random_version
@@ -73,7 +76,7 @@ class _DirectorySource:
         return tokenizer_from_directory(self._path, self.config)
 
     def version(self) -> str:
-        return config_version(self._weights.version(), self.config)
+        return self._weights.version()
 
     def params(self) -> ModelParams:
         return assemble(self.config, self._weights.tensor)
@@ -81,7 +84,7 @@ class _DirectorySource:
 
 class _RandomSource:
     def __init__(self, name: str, seed: int) -> None:
-        self._path = None if name in PRESET_NAMES else Path(name)
+        self._path = None if name in PRESET_NAMES else Path(name).expanduser()
         self._seed = seed
         self.model_id = name if self._path is None else self._path.resolve().name
         if self._path is None:
@@ -106,26 +109,13 @@ ModelSource = _GGUFSource | _DirectorySource | _RandomSource
 
 def open_model(spec: str) -> ModelSource:
     """Finds the model that `spec` names and reads its headers, no weights. Raises ModelError if there is none."""
-    if spec == "smollm2":
+    check_spec(spec)
+    if spec == SMOLLM2:
         return _GGUFSource("SmolLM2-135M-Instruct", smollm2_path())
     if spec.startswith("random:"):
-        return _open_random(spec)
+        return _RandomSource(*parse_random(spec))
     path = Path(spec).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return _GGUFSource(path.stem, path)
-    if path.is_dir():
-        return _DirectorySource(path)
-    raise ModelError(
-        f"no model at {spec!r}; expected 'smollm2', a .gguf file, a directory with config.json, or "
-        f"random:<directory or one of {', '.join(PRESET_NAMES)}>:<seed>"
-    )
-
-
-def _open_random(spec: str) -> _RandomSource:
-    name, separator, seed = spec.removeprefix("random:").rpartition(":")
-    if not separator or not seed.isdecimal():
-        raise ModelError(f"{spec!r} is not of the form random:<directory or preset>:<seed>")
-    return _RandomSource(name, int(seed))
+    return _GGUFSource(path.stem, path) if path.is_file() else _DirectorySource(path)
 
 
 def read_config(spec: str) -> ModelConfig:
@@ -136,10 +126,11 @@ def read_config(spec: str) -> ModelConfig:
 def load_model(spec: str) -> LoadedModel:
     """Reads everything `spec` names: config, weights (as float32), their version, and the tokenizer."""
     source = open_model(spec)
+    config = source.config
     return LoadedModel(
         model_id=source.model_id,
-        config=source.config,
+        config=config,
         params=source.params(),
-        model_version=source.version(),
+        model_version=serving_version(source.version(), config, jax.default_backend()),
         tokenizer=source.tokenizer(),
     )

@@ -1,7 +1,7 @@
 """The model version: which weights these are, whatever name they are served under.
 
 KV written by one fine-tune must never be read by another, so the version digests every tensor's name, shape, dtype and
-bytes. Tensors over 16 MiB are sampled in windows spread over their whole length: two trainings differ everywhere.
+all of its bytes: a fine-tune may differ in the embedding of a single token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ..model_config import ModelConfig
 
-_WHOLE_BYTES = 16 << 20
-_WINDOW_BYTES = 4096
+DECODER_VERSION = "embedded-1"
+"""Changes whenever the decoder computes other bits than before."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,26 @@ def model_version(tensors: Iterable[TensorBytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def config_version(weights_version: str, config: ModelConfig) -> str:
-    """The version of weights as `config` computes with them.
+def serving_version(weights_version: str, config: ModelConfig, platform: str) -> str:
+    """The version that names KV pages: the weights, the config they are run with, and who computes with them.
 
-    A window, or which layers slide, changes the KV of later layers without a trace in the tensors.
+    The same tensors with another rope base, or on another platform, give other pages. `DECODER_VERSION` changes with
+    the decoder's arithmetic.
     """
-    if config.is_full_attention:
-        return weights_version
-    fields = config.to_json()
-    named = [fields.get(name) for name in ("layer_kinds", "sliding_window", "recurrent")]
-    return hashlib.sha256(json.dumps([weights_version, named]).encode()).hexdigest()
+    config_text = json.dumps(config.to_json(), sort_keys=True)
+    parts = (weights_version, config_text, platform, DECODER_VERSION)
+    return hashlib.sha256(b"".join(_framed(part) for part in parts)).hexdigest()
+
+
+def _framed(text: str) -> bytes:
+    encoded = text.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _tensor_digest(tensor: TensorBytes) -> bytes:
     digest = hashlib.sha256()
     shape = ",".join(map(str, tensor.shape))
     for part in (tensor.name, shape, tensor.dtype, str(tensor.data.size)):
-        encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    for window in _windows(tensor.data):
-        digest.update(window)
+        digest.update(_framed(part))
+    digest.update(np.ascontiguousarray(tensor.data).data)
     return digest.digest()
-
-
-def _windows(data: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The bytes to digest: all of them, or equally spaced windows that include both ends."""
-    if data.size <= _WHOLE_BYTES:
-        return [data.tobytes()]
-    count = _WHOLE_BYTES // _WINDOW_BYTES
-    starts = np.linspace(0, data.size - _WINDOW_BYTES, count).astype(np.int64)
-    return [data[s : s + _WINDOW_BYTES].tobytes() for s in starts]

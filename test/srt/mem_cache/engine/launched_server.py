@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -21,16 +21,29 @@ class ServerProcess:
     """One launch, on a free port."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
+        self.log_path = folder / "log"
+        with self.log_path.open("ab") as log:
+            self._process = self._launch(folder, log)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), self.log_path.read_text()
+        self.client = httpx.Client(
+            base_url=line.removeprefix("listening on ").strip(), timeout=WAIT_S, trust_env=False
+        )
+
+    @staticmethod
+    def _launch(folder: Path, log: IO[bytes]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [
                 *(sys.executable, "-m", "sgl_jax_hicache.launch_server"),
                 *("--model-path", MODEL, "--port", "0"),
                 *("--max-total-tokens", str(MAX_TOTAL_TOKENS)),
                 *("--page-size", str(PAGE_SIZE)),  # few pages: little to compile
-                *("--max-running-requests", "2", "--log-level", "warning"),
+                *("--max-running-requests", "2"),
                 *("--hicache-storage", "file", "--hicache-storage-path", str(folder / "pages")),
             ],
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
             env={
                 **os.environ,
@@ -40,12 +53,6 @@ class ServerProcess:
                 "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             },
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith("listening on http://127.0.0.1:")
-        self.client = httpx.Client(
-            base_url=line.removeprefix("listening on ").strip(), timeout=WAIT_S, trust_env=False
         )
 
     def ask(self, input_ids: list[int]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_jax_hicache.engine import model_spec
 from sgl_jax_hicache.engine.engine_args import ArgumentError, EngineArgs
 from sgl_jax_hicache.engine.engine_builder import check_settings
-from sgl_jax_hicache.launch_server import main, parse_args
+from sgl_jax_hicache.engine.weights import random_weights
+from sgl_jax_hicache.launch_server import build_parser, main, parse_args
 
 SRC = Path(__file__).resolve().parents[4] / "src"
 
@@ -56,11 +58,24 @@ def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
         ("--hicache-storage disk", "--hicache-storage disk: not allowed"),
         ("--hicache-ratio 2", "--hicache-ratio has no effect"),
         ("--disable-radix-cache --hicache-storage none", "there is nothing to store"),
-        ("--model-path /nowhere", "--model-path /nowhere: no model"),
+        ("--model-path /nowhere", "--model-path /nowhere: no model at '/nowhere'; give smollm2, "),
+        ("--model-path random:foo:1", "called 'foo'; give smollm2, a folder with config.json"),
+        ("--model-path random:tiny-mha", "not of the form random:<name>:<seed>; give smollm2, "),
+        (f"--model-path {SRC}", "the folder has no config.json; give smollm2, "),
+        (f"--model-path random:{SRC}:1", "the folder has no config.json; give smollm2, "),
+        (f"--model-path {__file__}", "the file is no .gguf file; give smollm2, "),
         ("--model-path random:tiny-mha:0 --context-length 99999999", "--context-length 99999999"),
         (
             "--model-path random:tiny-mha:0 --hicache-storage none --hicache-ratio 90000000",
             "asks for a host pool",
+        ),
+        (
+            "--model-path random:tiny-mha:0 --max-total-tokens 1000000000000",
+            "--max-total-tokens 1000000000000 asks for a device pool of",
+        ),
+        (
+            "--model-path random:tiny-mha:0 --max-total-tokens 1000000000000 --hicache-storage none",
+            "--max-total-tokens 1000000000000 asks for a device pool of",
         ),
         ("--model-path random:tiny-mha:0 --host 256.0.0.1", "cannot listen there"),
     ],
@@ -80,6 +95,38 @@ def test_a_port_in_use_is_told_before_the_model_loads(capsys: pytest.CaptureFixt
         port = taken.getsockname()[1]
         assert main(["--model-path", "random:tiny-mha:0", "--port", str(port)]) == 2
     assert f"--port {port}: cannot listen there" in capsys.readouterr().err
+
+
+def test_the_presets_are_those_there_are_and_in_the_help() -> None:
+    assert model_spec.PRESET_NAMES == random_weights.PRESET_NAMES
+    help_text = "".join(build_parser().format_help().split())  # it breaks at hyphens
+    for name in model_spec.PRESET_NAMES:
+        assert name in help_text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "70000"],
+        ["--model-path", "/nowhere"],
+        ["--model-path", "random:foo:1"],
+        ["--model-path", str(SRC)],
+        ["--model-path", "random:tiny-mha:0", "--host", "256.0.0.1"],
+    ],
+)
+def test_what_needs_no_jax_is_told_without_it(flags: list[str]) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from sgl_jax_hicache.launch_server import main\n"
+        "print(main(sys.argv[2:]), 'jax' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(SRC), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "2 False\n", done.stderr
 
 
 def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -180,6 +182,7 @@ def test_chat_without_a_limit_runs_to_the_end_of_the_context(world: HttpWorld) -
 
 # -- refusals ------------------------------------------------------------------------------------
 
+_TEXT = {"type": "text", "text": "What is this?"}
 _CHAT = [{"role": "user", "content": "x"}]
 
 
@@ -188,6 +191,8 @@ _CHAT = [{"role": "user", "content": "x"}]
     [
         ("/generate", {"text": ""}, "text", "empty"),
         ("/generate", {"input_ids": []}, "input_ids", "empty"),
+        ("/generate", {"input_ids": [[1]] * 65}, "input_ids", "64 are allowed"),
+        ("/generate", {"text": ["a"] * 65}, "text", "64 are allowed"),
         ("/generate", {}, "text", "exactly one"),
         ("/generate", {"text": "a", "input_ids": [1]}, "text", "exactly one"),
         ("/generate", {"input_ids": [1, 300]}, "input_ids", "outside"),
@@ -233,6 +238,12 @@ _CHAT = [{"role": "user", "content": "x"}]
             "messages.0.role",
             "'assistant'",
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [_TEXT, {"type": "image_url"}]}]},
+            "messages.0.content",
+            "only text content is supported, not 'image_url'",
+        ),
         ("/v1/chat/completions", {"messages": _CHAT, "top_logprobs": 2}, "top_logprobs", "needs"),
         ("/abort_request", {}, "rid", "required"),
     ],
@@ -249,11 +260,43 @@ def test_a_wrong_body_is_a_400_that_names_the_field(
     assert error["message"].startswith(param)
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"text": }', b"[" * 5000, b"[]"])
-def test_malformed_json_is_a_400(world: HttpWorld, content: bytes) -> None:
-    response = world.client.post("/generate", content=content, headers=JSON)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "the body is not valid JSON: "),
+        (b'{"text": }', "the body is not valid JSON: "),
+        (b"", "the body is empty; send a JSON object"),
+        (b'{"text": "\xff"}', "the body is not valid UTF-8"),
+        (b"\xff\xfe", "the body is not"),
+        (b"[]", "the body must be a JSON object, not an array"),
+        (b'"text"', "the body must be a JSON object, not a string"),
+        (b"1.5", "the body must be a JSON object, not a number"),
+        (b"true", "the body must be a JSON object, not a boolean"),
+        (b"null", "the body must be a JSON object, not null"),
+    ],
+)
+def test_a_body_that_is_no_object_is_a_400_that_says_so(
+    world: HttpWorld, content: bytes, said: str
+) -> None:
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        response = world.client.post(path, content=content, headers=JSON)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["message"].startswith(said)
+        assert error["param"] == "body"
+
+
+def test_a_deeply_nested_body_is_a_400(world: HttpWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*_args: object, **_settings: object) -> object:
+        raise RecursionError  # how deep is too deep depends on the version of Python
+
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "loads", loads)
+        response = world.client.post("/generate", content=b"[[]]", headers=JSON)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "the body is nested too deeply"
+    deep = world.client.post("/generate", content=b"[" * 5000, headers=JSON)
+    assert deep.status_code == 400, deep.text
 
 
 def test_other_statuses(world: HttpWorld) -> None:
@@ -274,6 +317,60 @@ def test_a_large_body_is_a_413(world: HttpWorld) -> None:
     assert world.client.post("/generate", content=large, headers=JSON).status_code == 413
     chunks = (b"x" * 1000 for _ in range(10))
     assert world.client.post("/generate", content=chunks).status_code == 413
+
+
+def test_a_text_that_can_not_fit_is_refused_without_tokenising(fresh: HttpWorld) -> None:
+    def encode(text: str, *, add_bos: bool = True) -> list[int]:
+        raise AssertionError("tokenised")
+
+    fresh.engine.tokenizer.encode = encode  # type: ignore[method-assign]
+    text = "a" * MAX_CONTEXT_LEN
+    for path, body, param in (
+        ("/generate", {"text": text}, "text"),
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        response = fresh.client.post(path, json=body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert "the prompt has at least 5" in error["message"]
+        assert "the context holds 512" in error["message"]
+
+
+def test_the_server_answers_while_a_prompt_is_tokenised(fresh: HttpWorld) -> None:
+    tokenizer, entered, gate = fresh.engine.tokenizer, threading.Event(), threading.Event()
+    encode = tokenizer.encode
+
+    def held(text: str, *, add_bos: bool = True) -> list[int]:
+        entered.set()
+        assert gate.wait(WAIT_S)
+        return encode(text, add_bos=add_bos)
+
+    tokenizer.encode = held  # type: ignore[method-assign]
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(fresh.client.post, "/generate", json=body)
+        try:
+            assert entered.wait(WAIT_S)
+            assert fresh.client.get("/health").status_code == 200
+            other = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
+            assert fresh.client.post("/generate", json=other).status_code == 200
+            assert not slow.done()
+        finally:
+            gate.set()
+        assert slow.result(WAIT_S).json()["output_ids"] == OUTPUT[:2]
+
+
+def test_an_answer_ends_where_the_context_does(world: HttpWorld) -> None:
+    text = "a" * (MAX_CONTEXT_LEN - 12)
+    body = {"text": text, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+    info = world.client.post("/generate", json=body).json()["meta_info"]
+    assert info["finish_reason"] == {"type": "length", "length": 12}
+    completion = {"prompt": text, "max_tokens": 100, "ignore_eos": True, **GREEDY}
+    answer = world.client.post("/v1/completions", json=completion).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12
 
 
 def test_nothing_is_held_after_all_those_refusals(world: HttpWorld) -> None:

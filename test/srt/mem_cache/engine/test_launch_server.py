@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from launched_server import ServerProcess
@@ -20,8 +21,25 @@ def test_what_was_stored_survives_sigkill_and_sigterm_ends_in_order(tmp_path: Pa
     second = ServerProcess(tmp_path)
     try:
         restored = second.ask(PROMPT)
+        assert "_created" not in second.client.get("/metrics").text
     finally:
         status = second.end(kill=False)
     assert restored["meta_info"]["cached_tokens_details"]["storage"] == 192
     assert restored["output_ids"] == computed["output_ids"]
     assert status == 0
+    _check_log(second.log_path.read_text().splitlines())
+
+
+def _check_log(lines: list[str]) -> None:
+    """Everything is in one format, uvicorn's lines too, and says what a start is busy with."""
+    for line in lines:
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: ", line), line
+    log = "\n".join(lines)
+    for said in (
+        r"loading the weights of random:tiny-mha:0: \d+\.\d s",
+        r"HiCache is on\.",
+        r"preparing the programs: \d+\.\d s",
+        r"ready after \d+\.\d s",
+        r"uvicorn\.error: ",
+    ):
+        assert re.search(said, log), said

@@ -178,3 +178,13 @@ def test_templates_are_sandboxed_and_refusals_are_value_errors() -> None:
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(message)
     plain = ChatTemplate.plain().render([*message, {"role": "assistant", "content": "y"}])
     assert plain == "user: x\nassistant: y\nassistant:"
+
+
+def test_no_token_stands_for_more_bytes_than_it_says(tmp_path: Path) -> None:
+    assert byte_tokenizer(300).max_token_bytes == 1
+    # <|endoftext|> is the longest; a normalizer may shorten the text before it is cut.
+    assert gguf_tokenizer().max_token_bytes == len("<|endoftext|>")
+    for tokenizer in (byte_tokenizer(300), gguf_tokenizer(), fallback_tokenizer(tmp_path)):
+        for text in (*TEXTS, "<|endoftext|>" * 9, "e\u0301" * 50):
+            num_bytes = len(text.encode())
+            assert num_bytes <= tokenizer.max_token_bytes * len(tokenizer.encode(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from safetensors.numpy import save_file
 
 from sgl_jax_hicache.engine.model_config import ModelConfig, ModelError, config_from_dict
 from sgl_jax_hicache.engine.weights import load_model, read_config
-from sgl_jax_hicache.engine.weights.fingerprint import TensorBytes, model_version
+from sgl_jax_hicache.engine.weights.fingerprint import (
+    TensorBytes,
+    model_version,
+    serving_version,
+)
 from sgl_jax_hicache.engine.weights.gguf_file import GGUFFile, gguf_name, unpermute_rope_rows
 from sgl_jax_hicache.engine.weights.gguf_header import read_gguf
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors, preset_config
@@ -304,3 +309,30 @@ def test_random_tensors_do_not_depend_on_the_order_of_reading() -> None:
         np.testing.assert_array_equal(second(name), forward[name])
     with pytest.raises(KeyError):
         first("no.such.tensor")
+
+
+def test_one_retrained_embedding_row_changes_the_version() -> None:
+    rows = np.zeros((49152, 144), np.float32)
+    before = model_version(
+        [TensorBytes("embed", rows.shape, "float32", rows.reshape(-1).view(np.uint8))]
+    )
+    rows[31_415] += 1e-6
+    after = model_version(
+        [TensorBytes("embed", rows.shape, "float32", rows.reshape(-1).view(np.uint8))]
+    )
+    assert before != after
+
+
+def test_the_same_weights_with_another_config_or_platform_are_another_version() -> None:
+    config = read_config("random:tiny-gqa:0")
+    other = replace(config, rope_theta=config.rope_theta * 50)
+    versions = {
+        serving_version("weights", config, "cpu"),
+        serving_version("weights", other, "cpu"),
+        serving_version("weights", config, "tpu"),
+        serving_version("other weights", config, "cpu"),
+    }
+    assert len(versions) == 4
+    loaded = load_model("random:tiny-gqa:0").model_version
+    assert loaded == load_model("random:tiny-gqa:0").model_version
+    assert loaded != load_model("random:tiny-gqa:1").model_version

@@ -92,9 +92,22 @@ def test_an_unknown_choice_names_the_allowed_ones(flag: str, choices: type[enum.
 @pytest.mark.parametrize("flag", ["--hicache-ratio", "--hicache-prefetch-deadline-s"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "two", "", "1e999"])
 def test_a_number_must_be_finite_and_positive(flag: str, value: str) -> None:
-    message = refusal("--hicache-storage", "none", f"{flag}={value}")
+    message = refusal("--hicache-storage", "file", f"{flag}={value}")
     assert message.startswith(flag)
     assert "greater than 0" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--hicache-storage-path", "somewhere"),
+        ("--hicache-write-policy", "write_through"),
+        ("--hicache-prefetch-deadline-s", "1"),
+    ],
+)
+def test_a_flag_about_files_is_refused_without_files(flag: str, value: str) -> None:
+    message = refusal("--hicache-storage", "none", flag, value)
+    assert message.startswith(f"{flag} has no effect with --hicache-storage none")
 
 
 @pytest.mark.parametrize("name", ["ratio", "prefetch_deadline_s"])

@@ -30,6 +30,7 @@ STATS = StorageStats(
     hits=4,
     misses=5,
     corrupt_gets=6,
+    corrupt=6,
     read_errors=7,
 )
 
@@ -110,6 +111,7 @@ def test_no_call_adds_a_label_that_was_not_there(
         metrics.dropped(tier, 1)
     for component in ComponentKind:
         metrics.storage(component, STATS)
+    metrics.lookup(3, 1)
     metrics.prefetch_wait(0.1, timed_out=True)
     after = samples(registry)
     assert after.keys() == before.keys()
@@ -190,6 +192,16 @@ def test_storage_counters_follow_snapshots(
     assert writes == {"written": 1, "present": 2, "error": 3}
     assert after['storage_available{component="full"}'] == 0
     assert after['storage_reads_total{component="swa",outcome="hit"}'] == 0
+
+
+def test_a_look_up_counts_what_was_asked_and_what_was_there(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    metrics.lookup(10, 7)
+    metrics.lookup(5, 0)
+    after = samples(registry)
+    assert after['storage_lookup_pages_total{outcome="hit"}'] == 7
+    assert after['storage_lookup_pages_total{outcome="miss"}'] == 8
 
 
 def test_a_prefetch_wait_and_its_deadline(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 from tree_world import ManualExecutor, Request, World, prompt, stored_keys
 
-from sgl_jax.srt.mem_cache.hicache.config import HostScheme, StorageKind, WritePolicy
+from sgl_jax.srt.mem_cache.hicache.config import AsyncImpl, HostScheme, StorageKind, WritePolicy
 from sgl_jax.srt.mem_cache.hicache.tree_types import (
     EvictParams,
     InsertParams,
@@ -300,6 +301,28 @@ def test_flush_stores_more_than_the_host_can_hold_at_once() -> None:
     assert [fresh.run(tokens(17, 100 * (i + 1))).storage for i in range(3)] == [16, 16, 16]
 
 
+def test_a_prompt_longer_than_the_host_pool_is_stored_in_parts() -> None:
+    shelf: dict = {}
+    world = World(
+        ratio=0.25, storage=StorageKind.FILE, policy=WritePolicy.WRITE_THROUGH_AND_BACK, shelf=shelf
+    )
+    world.run(tokens(49))
+    assert world.host_pool.num_pages == 4
+    assert world.cache.flush_to_storage(10.0)
+    assert len(stored_keys(shelf)) == 12
+    world.verify_at_rest()
+
+
+def test_flush_ends_when_storage_takes_nothing() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, policy=WritePolicy.WRITE_THROUGH_AND_BACK, shelf=shelf)
+    for storage in shelf.values():
+        storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(33))
+    assert not world.cache.flush_to_storage(10.0)
+    world.verify_at_rest()
+
+
 def test_a_node_split_while_its_backup_is_under_way_is_stored_whole() -> None:
     executor = ManualExecutor(auto=False)
     shelf: dict = {}
@@ -563,6 +586,187 @@ def test_a_storage_that_raises_is_a_counted_failure() -> None:
     world.verify_at_rest()
 
 
+def test_a_loaded_node_keeps_its_host_copy_until_it_is_in_the_buffers() -> None:
+    """Scenario: between init_load_back and finish_load_back host room is needed and the same path is inserted again; a
+    new host copy, made from slots that hold nothing yet, would be garbage."""
+    world = World(device_pages=32, ratio=0.25)
+    world.run(tokens(33))
+    evict_all(world)
+    match = world.cache.match_prefix(MatchPrefixParams(RadixKey(tokens(32), None, 0)))
+    slots, node, plans = world.cache.init_load_back(match.last_host_node, match.host_hit_length)
+    world.tree._make_host_room(world.tree.full, 8)
+    world.cache.insert(InsertParams(RadixKey(tokens(32), None, 0), slots, 32))
+    world.settle()
+    assert world.host_pool.num_locked == 8
+    world.cache.finish_load_back(plans)
+    world.settle()
+    world.verify_at_rest()
+    evict_all(world)
+    assert world.run(tokens(33)).host == 32
+    assert node.num_tokens
+
+
+def test_a_request_that_outlives_a_reset_gives_back_nothing() -> None:
+    world = World()
+    world.run(tokens(9))
+    old = world.start(tokens(30))
+    assert world.extend(old, 30)
+    world.cache.reset()
+    world.allocator.clear()
+    world.run(tokens(40, 700))
+    world.finish(old)
+    world.cache.dec_lock_ref(old.last_node)
+    world.verify_at_rest()
+    assert world.cache.protected_size() == 0
+
+
+def test_host_eviction_goes_on_in_a_tree_full_of_split_nodes() -> None:
+    """Splits leave parents older than their children; they must not keep the leaves from being found."""
+    world = World(device_pages=40, ratio=8.0)
+    stems = [tokens(24, 1000 * i) for i in range(1, 40)]
+    for stem in stems:
+        world.run([*stem, 7])
+    for stem in stems:
+        for cut in (20, 16, 12, 8, 4):
+            match_len(world, stem[:cut])
+    world.settle()
+    for i in range(200):
+        world.run(tokens(25, 100_000 + 100 * i))
+        world.settle()
+    newest = world.run(tokens(25, 100_000 + 100 * 180))
+    assert newest.cached == 24, "backups stopped"
+    world.verify_at_rest()
+
+
+def test_what_storage_refused_once_is_written_again() -> None:
+    now = [0.0]
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, clock=lambda: now[0])
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [*works(keys[:-1], pages[:-1]), False]
+    world.run(tokens(17))
+    world.settle()
+    assert len(stored_keys(shelf)) == 3
+    storage.set = works
+    for _ in range(3):
+        now[0] += 10.0
+        world.cache.check_hicache_events()
+    assert len(stored_keys(shelf)) == 4
+    world.verify_at_rest()
+
+
+def test_pages_backed_up_during_a_pause_are_written_after_it() -> None:
+    now = [0.0]
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, clock=lambda: now[0])
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(17))
+    world.settle()
+    storage.set = works
+    world.run(tokens(17, 500))
+    world.settle()
+    assert not stored_keys(shelf)
+    for _ in range(3):
+        now[0] += 10.0
+        world.cache.check_hicache_events()
+    assert len(stored_keys(shelf)) == 8
+    world.verify_at_rest()
+
+
+def test_flush_tries_a_storage_that_has_just_failed() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf)
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False] * len(keys)
+    world.run(tokens(17))
+    world.settle()
+    storage.set = works
+    assert world.cache.flush_to_storage(10.0)
+    assert len(stored_keys(shelf)) == 4
+
+
+def test_one_page_that_cannot_be_written_does_not_stop_the_others() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=64)
+    (storage,) = shelf.values()
+    works = storage.set
+    storage.set = lambda keys, pages: [False, *works(keys[1:], pages[1:])]
+    for i in range(1, 6):
+        world.run(tokens(17, 100 * i))
+        world.settle()
+    assert len(stored_keys(shelf)) == 15
+
+
+def test_a_hung_read_does_not_keep_a_flush_from_writing() -> None:
+    may_read = threading.Event()
+    shelf: dict = {}
+    fill_shelf(shelf, tokens(17))
+    world = World(
+        storage=StorageKind.FILE,
+        policy=WritePolicy.WRITE_THROUGH_AND_BACK,
+        shelf=shelf,
+        async_impl=AsyncImpl.THREADPOOL,
+    )
+    (storage,) = shelf.values()
+    reads = storage.exists
+
+    def hang(keys: list) -> list[bool]:
+        assert may_read.wait(60.0)
+        return reads(keys)
+
+    storage.exists = hang
+    world.cache.start_prefetch("r", RadixKey(tokens(16), None, 0))
+    world.run(tokens(33, 500), prefetch=False)
+    try:
+        assert world.cache.flush_to_storage(30.0)
+        assert len(stored_keys(shelf)) == 4 + 8
+    finally:
+        may_read.set()
+    world.verify_at_rest()
+    assert world.cache.shutdown(30.0)
+
+
+def test_queued_requests_do_not_push_out_each_others_pages() -> None:
+    shelf: dict = {}
+    prompts = [tokens(65, 1000 * i) for i in range(1, 7)]
+    for token_ids in prompts:
+        fill_shelf(shelf, token_ids)
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=32, ratio=1.0)
+    for i, token_ids in enumerate(prompts):
+        world.cache.start_prefetch(f"q{i}", RadixKey(token_ids[:-1], None, 0))
+    for i, token_ids in enumerate(prompts):
+        for _ in range(20):
+            world.cache.check_hicache_events()
+            if world.cache.prefetch_ready(f"q{i}"):
+                break
+        req = Request(f"q{i}", token_ids)
+        world.admit(req)
+        assert req.tiers is not None
+        assert req.tiers.storage == 64, i
+        world.finish(req)
+    world.verify_at_rest()
+
+
+def test_a_prefetch_does_not_make_room_by_dropping_its_own_prefix() -> None:
+    shelf: dict = {}
+    fill_shelf(shelf, tokens(65))
+    world = World(storage=StorageKind.FILE, shelf=shelf, device_pages=32, ratio=0.5)
+    world.run(tokens(17))
+    for i in range(1, 4):
+        world.run(tokens(17, 1000 * i))
+    evict_all(world)
+    assert match_len(world, tokens(17)) == (0, 16)
+    for i in range(1, 4):
+        match_len(world, tokens(17, 1000 * i))
+    served = world.run(tokens(65))
+    assert (served.host, served.storage) == (16, 48)
+    world.verify_at_rest()
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("scheme", list(HostScheme))
@@ -627,6 +831,34 @@ def test_random_requests(
     for req in running:
         world.finish(req)
     world.verify_at_rest()
+
+
+@pytest.mark.parametrize("async_impl", list(AsyncImpl))
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_random_requests_with_real_executors(
+    async_impl: AsyncImpl, policy: WritePolicy, seed: int
+) -> None:
+    """Whole requests one after the other while real workers move pages; nothing reused may ever be wrong."""
+    rng = random.Random(seed)
+    shelf: dict = {}
+    stems = [prompt(rng, 40) for _ in range(5)]
+    for _ in range(3):
+        world = World(
+            device_pages=20,
+            ratio=rng.choice([0.5, 2.0]),
+            storage=StorageKind.FILE,
+            policy=policy,
+            shelf=shelf,
+            async_impl=async_impl,
+        )
+        for _ in range(40):
+            token_ids = rng.choice(stems)[: rng.randrange(1, 40)] + prompt(rng, rng.randrange(1, 8))
+            chunk = rng.choice([None, 3, 8])
+            served = world.run(token_ids, chunk=chunk, num_output=rng.randrange(4))
+            assert served.cached + served.computed == len(token_ids)
+        world.verify_at_rest()
+        assert world.cache.flush_to_storage(60.0)
+        assert world.cache.shutdown(60.0)
 
 
 def owned_tokens(world: World, req: Request) -> int:

@@ -18,9 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgl_jax.srt.mem_cache.hicache.async_impl import Completion, DeviceJob, IoJob
+from sgl_jax.srt.mem_cache.hicache.async_impl import (
+    Completion,
+    DeviceJob,
+    IoJob,
+    create_executor,
+)
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import (
+    AsyncImpl,
     HiCacheConfig,
     HostScheme,
     StorageKind,
@@ -186,6 +192,13 @@ class ManualExecutor:
         return True
 
 
+class Shelf(MemoryStorage):
+    """A storage that outlives the world that closes it, as files outlive a process."""
+
+    def close(self) -> None:
+        pass
+
+
 class World:
     """The cache and the engine's objects around it."""
 
@@ -199,6 +212,7 @@ class World:
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         scheme: HostScheme = HostScheme.PER_BLOCK,
         executor: Any = None,
+        async_impl: AsyncImpl | None = None,
         shelf: dict[StorageNamespace, HiCacheStorage] | None = None,
         is_eagle: bool = False,
         disable: bool = False,
@@ -209,6 +223,8 @@ class World:
         self.page_size = page_size
         self.is_eagle = is_eagle
         self.shelf = shelf if shelf is not None else {}
+        if async_impl is not None:
+            executor = create_executor(async_impl.value)
         self.executor = executor if executor is not None else ManualExecutor()
         self.pool = FakePool(device_pages * page_size, page_size)
         self.allocator = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size, self.pool)
@@ -235,8 +251,7 @@ class World:
         self.counter = 0
 
     def _open_shelf(self, root: str | Path, namespace: StorageNamespace) -> HiCacheStorage:
-        """Storage that outlives this world, as files outlive a process."""
-        return self.shelf.setdefault(namespace, MemoryStorage(namespace))
+        return self.shelf.setdefault(namespace, Shelf(namespace))
 
     @property
     def tree(self) -> Any:

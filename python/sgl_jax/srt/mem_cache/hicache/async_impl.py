@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import jax
@@ -164,12 +165,24 @@ class TransferExecutor(ABC):
             self._io[job.lane].submit(ticket, job.run)
 
     def poll(self) -> list[Completion]:
-        """Everything that ended since the last poll, each once; never waits."""
+        """Everything that ended since the last poll, each once; never waits.
+
+        Device jobs come in the order of their submission; file jobs as they end, so that one that is stuck holds up no
+        other.
+        """
         completions: list[Completion] = []
-        for tickets in self._lanes.values():
-            while tickets and (completion := self._completion_of(tickets[0])) is not None:
-                tickets.popleft()
-                completions.append(completion)
+        device = self._lanes[_DEVICE]
+        while device and (completion := self._completion_of(device[0])) is not None:
+            device.popleft()
+            completions.append(completion)
+        for lane in IoLane:
+            tickets = self._lanes[lane.value]
+            for _ in range(len(tickets)):
+                ticket = tickets.popleft()
+                if (completion := self._completion_of(ticket)) is None:
+                    tickets.append(ticket)
+                else:
+                    completions.append(completion)
         return completions
 
     def wait_any(self, timeout_s: float) -> bool:
@@ -215,10 +228,13 @@ class TransferExecutor(ABC):
             return bool(answer)
 
     def _head_done(self) -> bool | None:
-        heads = [tickets[0] for tickets in self._lanes.values() if tickets]
-        if not heads:
+        if not self.num_in_flight:
             return None
-        return any(self._completion_of(ticket) is not None for ticket in heads)
+        device = self._lanes[_DEVICE]
+        waited_for = [*islice(device, 1)]
+        for lane in IoLane:
+            waited_for += self._lanes[lane.value]
+        return any(self._completion_of(ticket) is not None for ticket in waited_for)
 
     def _all_done(self) -> bool:
         return all(

@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry
 from ..unified_radix_cache import UnifiedRadixCache
 from .async_impl import TransferExecutor, create_executor
 from .components.full import FullComponent
-from .config import HiCacheConfig, WritePolicy
+from .config import HiCacheConfig, HostScheme, WritePolicy
 from .contract import ReqToTokenPool, TokenToKVPoolAllocator
 from .controller import ComponentIO, HiCacheController
 from .device_buffers import DeviceBuffers
+from .errors import HiCacheConfigError
 from .host_pool.registry import create_host_pool
 from .lower_tiers import LowerTiers
 from .memory_budget import host_pool_pages
@@ -89,6 +90,11 @@ def build_unified_radix_cache(
     if not config.enabled or disable:
         full = FullComponent(page_size=page_size, num_ranks=dp_size)
         return UnifiedRadixCache(full=full, **common)
+    if config.host_scheme is HostScheme.SLAB and dp_size > 1:
+        raise HiCacheConfigError(
+            f"--hicache-host-scheme slab with {dp_size} data-parallel ranks: a slab lives beside one device; "
+            "use --hicache-host-scheme per_block"
+        )
     pool = token_to_kv_pool_allocator.get_kvcache()
     buffers = DeviceBuffers(kv_buffer_refs(pool), dp_size)
     layout = buffers.layout(ComponentKind.FULL, page_size)

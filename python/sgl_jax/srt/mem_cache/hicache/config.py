@@ -111,7 +111,7 @@ class HiCacheConfig:
     @classmethod
     def from_args(cls, namespace: argparse.Namespace) -> HiCacheConfig:
         """Build from what `add_cli_args` parsed. Raises HiCacheConfigError with one line a person can act on."""
-        given = {
+        given: dict[str, Any] = {
             flag.field: flag.parse(flag.option, getattr(namespace, flag.dest))
             for flag in _FLAGS
             if hasattr(namespace, flag.dest)
@@ -122,6 +122,13 @@ class HiCacheConfig:
                 f"{first} has no effect, because HiCache is off without --hicache-storage; "
                 f"add --hicache-storage {_allowed(StorageKind)}, or remove {first}"
             )
+        if given.get("storage") is StorageKind.NONE:
+            useless = [flag.option for flag in _FLAGS if flag.field in given and flag.of_storage]
+            if useless:
+                raise HiCacheConfigError(
+                    f"{useless[0]} has no effect with --hicache-storage none, which has no files; "
+                    f"use --hicache-storage file, or remove {useless[0]}"
+                )
         return cls(**given)
 
 
@@ -133,6 +140,7 @@ class _Flag:
     metavar: str
     help: str
     kind: type[enum.Enum] | type[float] | type[Path]
+    of_storage: bool = False  # means nothing without files
 
     @property
     def option(self) -> str:
@@ -178,7 +186,7 @@ def _parse_number(option: str, text: Any) -> float:
     try:
         return float(text)
     except (TypeError, ValueError) as error:
-        raise _wrong(option, text, "a number greater than 0, such as 2.0") from error
+        raise _wrong(option, text, "a number greater than 0, such as 2.5") from error
 
 
 def _require_member(option: str, value: object, choices: type[enum.Enum]) -> None:
@@ -190,7 +198,7 @@ def _require_positive(option: str, value: object) -> None:
     # bool is an int to Python; a ratio of True is a mistake.
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
-        raise _wrong(option, value, "a finite number greater than 0, such as 2.0")
+        raise _wrong(option, value, "a finite number greater than 0, such as 2.5")
 
 
 _FLAGS = (
@@ -212,6 +220,7 @@ _FLAGS = (
         "PATH",
         f"root folder of the files (default {DEFAULT_STORAGE_PATH})",
         Path,
+        of_storage=True,
     ),
     _Flag(
         "write_policy",
@@ -220,6 +229,7 @@ _FLAGS = (
         "write_through_and_back = when it leaves host memory, on flush and at an orderly shutdown "
         f"(default {HiCacheConfig.write_policy.value})",
         WritePolicy,
+        of_storage=True,
     ),
     _Flag(
         "async_impl",
@@ -241,5 +251,6 @@ _FLAGS = (
         "longest wait for the files before a request is admitted; what has arrived by then is used "
         f"(default {HiCacheConfig.prefetch_deadline_s})",
         float,
+        of_storage=True,
     ),
 )

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from .async_impl import Completion, DeviceJob, IoJob, IoLane, TransferExecutor
 from .chunks import bucket_sizes
-from .errors import InvariantError
+from .errors import InvariantError, StorageUnavailableError
 from .host_pool.base import HostKVPool
 from .metrics import HiCacheMetrics
 from .page_key import PageHasher
@@ -156,6 +156,12 @@ class HiCacheController:
         """Transfers and look-ups submitted and not yet handed out by `poll`."""
         return len(self._pending) + len(self._lookups) + len(self._settled)
 
+    @property
+    def num_moving_down(self) -> int:
+        """Backups and stores under way."""
+        down = (TransferKind.BACKUP, TransferKind.STORE)
+        return sum(pending.kind in down for pending in self._pending.values())
+
     def now_s(self) -> float:
         """Seconds of the controller's monotonic clock."""
         return self._clock()
@@ -259,17 +265,16 @@ class HiCacheController:
         self, kind: ComponentKind, host_pages: Int32Array, page_keys: Sequence[PageKey]
     ) -> TransferFuture:
         """Write READY host pages to storage."""
-        io = self._io[kind]
+        host_pool, storage = self._io[kind].host_pool, self._storage(kind)
         future = TransferFuture(self._new_id())
         self._register(TransferKind.STORE, kind, host_pages, future)
 
         def run() -> list[bool]:
-            assert io.storage is not None
             stored: list[bool] = []
             for first in range(0, len(host_pages), STORAGE_BATCH_PAGES):
                 batch = slice(first, first + STORAGE_BATCH_PAGES)
-                payloads = io.host_pool.read_bytes(host_pages[batch])
-                stored.extend(io.storage.set(page_keys[batch], payloads))
+                payloads = host_pool.read_bytes(host_pages[batch])
+                stored.extend(storage.set(page_keys[batch], payloads))
             return stored
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))
@@ -279,12 +284,11 @@ class HiCacheController:
         self, kind: ComponentKind, hasher: PageHasher, parent: PageKey | None, tokens: bytes
     ) -> TransferId:
         """Ask storage how many of the whole pages in `tokens` it has, from the first on. Hashes on the worker."""
-        storage = self._io[kind].storage
+        storage = self._storage(kind)
         transfer_id = self._new_id()
         self._lookups[transfer_id] = kind
 
         def run() -> tuple[PageKey, ...]:
-            assert storage is not None
             page_keys = hasher.chain(parent, tokens)
             for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
                 there = storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
@@ -299,19 +303,18 @@ class HiCacheController:
         self, kind: ComponentKind, page_keys: Sequence[PageKey], host_pages: Int32Array
     ) -> TransferFuture:
         """Read pages from storage into host pages (WRITING). Only the leading run of pages that verify is kept."""
-        io = self._io[kind]
+        host_pool, storage = self._io[kind].host_pool, self._storage(kind)
         future = TransferFuture(self._new_id())
         self._register(TransferKind.FETCH, kind, host_pages, future)
 
         def run() -> list[bool]:
-            assert io.storage is not None
-            found = io.storage.get(page_keys)
+            found = storage.get(page_keys)
             pages: list[PageBytes] = []
             for page in found:
                 if page is None:
                     break
                 pages.append(page)
-            io.host_pool.write_bytes(host_pages[: len(pages)], pages)
+            host_pool.write_bytes(host_pages[: len(pages)], pages)
             return [index < len(pages) for index in range(len(host_pages))]
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.READ))
@@ -323,6 +326,11 @@ class HiCacheController:
         locked = pool.is_locked(host_pages)
         self._given_up[kind].update(host_pages[locked].tolist())
         pool.free(host_pages[~locked])
+
+    def release(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        """Undo a lock that the tree itself took on host pages; what it gave up meanwhile is freed."""
+        self._io[kind].host_pool.unlock(host_pages)
+        self._free_given_up(kind, host_pages)
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +391,7 @@ class HiCacheController:
         self._io[kind].transfer.write_rows(device_pages, copies, dp_rank)
 
     def check_invariants(self) -> None:
-        """Every page in flight is locked; nothing given up is left without a transfer that will free it."""
+        """Every page in flight is locked; everything given up is held by somebody who will free it."""
         for kind, io in self._io.items():
             io.host_pool.check_invariants()
             in_flight = {
@@ -396,9 +404,9 @@ class HiCacheController:
                 pages = np.fromiter(in_flight, np.int32)
                 if not io.host_pool.is_locked(pages).all():
                     raise InvariantError(f"{kind.value}: pages in flight are not locked: {pages}")
-            stray = self._given_up[kind] - in_flight
-            if stray:
-                raise InvariantError(f"{kind.value}: given-up pages without a transfer: {stray}")
+            given_up = np.array(sorted(self._given_up[kind]), np.int32)
+            if not io.host_pool.is_locked(given_up).all():
+                raise InvariantError(f"{kind.value}: given-up pages that nobody holds: {given_up}")
         backup_bytes = sum(
             p.num_bytes for p in self._pending.values() if p.kind is TransferKind.BACKUP
         )
@@ -406,6 +414,12 @@ class HiCacheController:
             raise InvariantError(f"backups hold {backup_bytes} bytes, counted {self._backup_bytes}")
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _storage(self, kind: ComponentKind) -> HiCacheStorage:
+        storage = self._io[kind].storage
+        if storage is None:
+            raise StorageUnavailableError(f"{kind.value} has no storage")
+        return storage
 
     def _new_id(self) -> TransferId:
         self._next_id += 1
@@ -458,8 +472,9 @@ class HiCacheController:
         if pending.kind in (TransferKind.BACKUP, TransferKind.FETCH):
             pool.mark_ready(pending.host_pages[ok])
         if pending.kind is TransferKind.STORE:
-            self._backoff[pending.component].record(bool(ok.all()))
-        self._free_given_up(pending)
+            # One bad page is that page's trouble; a storage that takes none is the storage's.
+            self._backoff[pending.component].record(bool(ok.any()) or not len(ok))
+        self._free_given_up(pending.component, pending.host_pages)
         result = TransferResult(
             transfer_id=completion.transfer_id,
             kind=pending.kind,
@@ -474,13 +489,13 @@ class HiCacheController:
             pending.future.result = result
         self._settled.append(result)
 
-    def _free_given_up(self, pending: _Pending) -> None:
-        """Free the pages of an ended transfer that the tree gave up meanwhile and no other transfer holds."""
-        given_up = self._given_up[pending.component]
+    def _free_given_up(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        """Free those of the pages that the tree gave up meanwhile and that nobody holds any more."""
+        given_up = self._given_up[kind]
         if not given_up:
             return
-        pool = self._io[pending.component].host_pool
-        gone = np.array([p for p in pending.host_pages.tolist() if p in given_up], np.int32)
+        pool = self._io[kind].host_pool
+        gone = np.array([p for p in host_pages.tolist() if p in given_up], np.int32)
         gone = gone[~pool.is_locked(gone)]
         given_up.difference_update(gone.tolist())
         pool.free(gone)

@@ -35,11 +35,13 @@ CLEAN_RESERVE = 0.25
 class Settlement:
     """What ended since the last poll.
 
-    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; look-ups and fetches are passed on.
+    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; unstored: nodes of which storage
+    did not take every page; look-ups and fetches are passed on.
     """
 
     backed_up: dict[TreeNode, TreeComponent] = field(default_factory=dict)
     lost: dict[TreeNode, TreeComponent] = field(default_factory=dict)
+    unstored: dict[TreeNode, None] = field(default_factory=dict)
     lookups: list[LookupResult] = field(default_factory=list)
     fetches: list[TransferResult] = field(default_factory=list)
 
@@ -101,7 +103,7 @@ class LowerTiers:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def find_victims(self, kind: ComponentKind, num_pages: int) -> HostVictims:
-        """Choose whose host pages go so that `num_pages` are free, as far as possible. Changes nothing.
+        """Choose whose host pages go so that `num_pages` are free, as far as possible. Frees nothing itself.
 
         First the least recently used nodes that are on the device too (nothing is lost), then nodes whose pages storage
         has or, when no storage can take them, that nothing can save. Nodes in transfer and nodes with children below
@@ -113,9 +115,7 @@ class LowerTiers:
         dirty: list[TreeNode] = []
         limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
         writable = self.controller.storage_writable(kind)
-        mirrors = component.host.oldest_mirrors(limit)
-        sole = [node for node in component.host.oldest_sole(limit) if not node.children]
-        for node in mirrors + sole:
+        for node in component.host.oldest_mirrors(limit) + self._oldest_leaves(component, limit):
             pages = node.data[component.index].host_pages
             if short <= 0 or pages is None:
                 break
@@ -127,6 +127,18 @@ class LowerTiers:
                 clean.append(HostVictim(node, 0 if on_device else max(len(pages) - short, 0)))
                 short -= len(pages)
         return HostVictims(tuple(clean), tuple(dirty))
+
+    def _oldest_leaves(self, component: TreeComponent, limit: int) -> list[TreeNode]:
+        """The leaves among the oldest host-only nodes. A node with children can not leave before them and was used no
+        earlier than they were: it is moved on, so that such nodes can never fill the end of the order."""
+        while True:
+            oldest = component.host.oldest_sole(limit)
+            leaves = [node for node in oldest if not node.children]
+            for node in oldest:
+                if node.children:
+                    component.host.touch(node)
+            if leaves or len(oldest) < limit:
+                return leaves
 
     def oldest_unstored(self, kind: ComponentKind) -> list[TreeNode]:
         """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""
@@ -188,6 +200,7 @@ class LowerTiers:
                 pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
                 component.host.storing[pages] = False
                 component.host.stored[pages[ok]] = True
+                settlement.unstored.update(component.host.owners(pages[~ok].tolist()))
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
         self.controller.report(self._metrics)

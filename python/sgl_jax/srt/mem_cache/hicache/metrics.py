@@ -108,7 +108,7 @@ class HiCacheMetrics:
         labels = ["component", "outcome"]
         self._storage_reads = Counter(
             PREFIX + "storage_reads",
-            "Pages asked of storage: found, not found, damaged (moved out of the way), or not readable now",
+            "Pages read or found damaged: read, gone since the look-up, damaged (moved away), or not readable now",
             labels,
             registry=registry,
         )
@@ -133,6 +133,12 @@ class HiCacheMetrics:
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
+        self._lookup_pages = Counter(
+            PREFIX + "storage_lookup_pages",
+            "Pages of arriving prompts that device and host lacked: found in storage, or not",
+            ["outcome"],
+            registry=registry,
+        )
         self._prefetch_timeouts = Counter(
             PREFIX + "prefetch_timeouts", "Prefetches cut off by their deadline", registry=registry
         )
@@ -140,6 +146,8 @@ class HiCacheMetrics:
     def _export_zeros(self, components: Sequence[ComponentKind]) -> None:
         for tier in Tier:
             self._prompt_tokens.labels(tier.value)
+        for outcome in ("hit", "miss"):
+            self._lookup_pages.labels(outcome)
         for tier in _EVICTING_TIERS:
             self._evicted_pages.labels(tier.value)
             self._dropped_pages.labels(tier.value)
@@ -208,7 +216,7 @@ class HiCacheMetrics:
         reads = {
             "hit": stats.hits - seen.hits,
             "miss": stats.misses - seen.misses,
-            "corrupt": stats.corrupt_gets - seen.corrupt_gets,
+            "corrupt": stats.corrupt - seen.corrupt,
             "error": stats.read_errors - seen.read_errors,
         }
         writes = {
@@ -221,6 +229,11 @@ class HiCacheMetrics:
         for outcome, num_pages in writes.items():
             self._add(self._storage_writes.labels(component.value, outcome), num_pages)
         self._storage_available.labels(component.value).set(stats.available)
+
+    def lookup(self, num_asked: int, num_found: int) -> None:
+        """Count what storage had of the pages it was asked for on behalf of one arriving request."""
+        self._add(self._lookup_pages.labels("hit"), num_found)
+        self._add(self._lookup_pages.labels("miss"), num_asked - num_found)
 
     def prefetch_wait(self, seconds: float, timed_out: bool) -> None:
         """Count how long a request was held for storage, and whether its deadline cut that off."""

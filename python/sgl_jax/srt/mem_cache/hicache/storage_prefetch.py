@@ -8,6 +8,7 @@ Scheduler thread only; nothing here blocks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,9 @@ from .tiered_tree import TieredTree
 from .token_key import TokenCodec
 from .tree_node import KeyNamespace
 from .types import LookupResult, TierTokens, TransferResult
+
+HELD_SHARE = 0.5
+"""Share of the host pool that pages fetched for waiting requests may take; one request alone may take more."""
 
 FETCH_CHUNK_PAGES = 16
 """Pages per read: small enough that a deadline finds something done, large enough to keep the readers busy."""
@@ -39,6 +43,9 @@ class StoragePrefetch:
         self._codec = codec
         self._metrics = metrics
         self._table = PrefetchTable(deadline_s, clock)
+        # Looked up, but not read yet: what others fetched and still wait with fills the share of the host for that.
+        self._parked: deque[tuple[Prefetch, LookupResult]] = deque()
+        self._held_pages: dict[Prefetch, int] = {}
 
     def start(self, rid: str, namespace: KeyNamespace, key: bytes) -> None:
         """Ask for what the tree lacks of `key` (whole pages of the prompt). Once per request."""
@@ -53,6 +60,7 @@ class StoragePrefetch:
 
     def release(self, rid: str) -> None:
         """The request needs its prefetch no longer, however it ended. Idempotent."""
+        self._let_go(rid)
         self._table.release(rid)
 
     def admitted(self, rid: str, prompt_len: int, device_len: int, prefix_len: int) -> TierTokens:
@@ -73,6 +81,7 @@ class StoragePrefetch:
             computed=prompt_len - prefix_len,
         )
         self._metrics.prompt(tiers)
+        self._let_go(rid)
         return tiers
 
     def use_arrivals(self) -> None:
@@ -86,21 +95,52 @@ class StoragePrefetch:
     def reset(self) -> None:
         """Forget all requests; pages still to come are given back when they arrive."""
         self._table.clear()
+        self._parked.clear()
+        self._held_pages.clear()
 
     def _on_lookup(self, result: LookupResult) -> None:
         prefetch = self._table.of_lookup(result.transfer_id)
         if prefetch is None:
             return
-        if self._table.wanted(prefetch) and result.page_keys:
-            host_pages = self._tree.alloc_host(len(result.page_keys))
-            prefetch.page_keys = result.page_keys[: len(host_pages)]
-            for first in range(0, len(host_pages), FETCH_CHUNK_PAGES):
-                chunk = slice(first, first + FETCH_CHUNK_PAGES)
-                future = self._tree.tiers.controller.fetch(
-                    result.component, prefetch.page_keys[chunk], host_pages[chunk]
-                )
-                self._table.fetching(prefetch, future.transfer_id)
-        self._table.end_if_idle(prefetch)
+        num_asked = len(prefetch.key) // self._codec.page_bytes - prefetch.first_page
+        self._metrics.lookup(num_asked, len(result.page_keys))
+        self._parked.append((prefetch, result))
+        self._fetch_parked()
+
+    def _fetch_parked(self) -> None:
+        """Start reading for those who wait, in their order, as long as there is room beside what others wait with: the
+        pages of one waiting request must not push out those of another before either is admitted."""
+        while self._parked:
+            prefetch, result = self._parked[0]
+            held = sum(self._held_pages.values())
+            wanted = self._table.wanted(prefetch)
+            if wanted and held and held + len(result.page_keys) > self._tree.host_share(HELD_SHARE):
+                return
+            self._parked.popleft()
+            if wanted and result.page_keys:
+                self._held_pages[prefetch] = len(result.page_keys)
+                self._fetch(prefetch, result)
+            self._table.end_if_idle(prefetch)
+
+    def _fetch(self, prefetch: Prefetch, result: LookupResult) -> None:
+        host_pages = self._tree.alloc_host_below(
+            prefetch.namespace,
+            prefetch.key[: prefetch.first_page * self._codec.page_bytes],
+            len(result.page_keys),
+        )
+        prefetch.page_keys = result.page_keys[: len(host_pages)]
+        for first in range(0, len(host_pages), FETCH_CHUNK_PAGES):
+            chunk = slice(first, first + FETCH_CHUNK_PAGES)
+            future = self._tree.tiers.controller.fetch(
+                result.component, prefetch.page_keys[chunk], host_pages[chunk]
+            )
+            self._table.fetching(prefetch, future.transfer_id)
+
+    def _let_go(self, rid: str) -> None:
+        """The request is admitted, or gone: its pages are like any others now."""
+        prefetch = self._table.get(rid)
+        if prefetch is not None and self._held_pages.pop(prefetch, 0):
+            self._fetch_parked()
 
     def _on_fetch(self, result: TransferResult) -> None:
         prefetch, chunks = self._table.arrived(result)

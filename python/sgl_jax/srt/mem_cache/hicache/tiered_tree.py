@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from .components.base import BackupPlan, PrefetchRequest, TreeComponent
+from .components.base import BackupPlan, PrefetchPlan, PrefetchRequest, TreeComponent
 from .components.full import FullComponent, device_pages_of
 from .contract import DonationBarrier, TokenToKVPoolAllocator
 from .controller import LoadFuture
@@ -29,13 +30,24 @@ Int32Array = npt.NDArray[np.int32]
 
 NO_SLOTS: Int32Array = np.empty(0, np.int32)
 
+STORE_RETRY_S = 1.0
+STORE_RETRY_NODES = 64
+STORE_RETRIES = 3
+"""What storage did not take is written again: so many nodes at a time, not more often than that, and no node more often
+than that; a flush, its eviction or a longer prompt try once more."""
+
 
 @dataclass(frozen=True)
 class PendingLoad:
-    """A loaded prefix whose pages are on the device but not yet in its buffers. Its nodes are locked until they are."""
+    """A loaded prefix whose pages are on the device but not yet in its buffers.
+
+    Until they are, its nodes are locked, and so are the host pages they came from: a node keeps its host copy, so that
+    nobody makes a new one from slots that hold nothing yet.
+    """
 
     future: LoadFuture
     node: TreeNode
+    host_pages: Int32Array
     epoch: int
 
 
@@ -67,6 +79,13 @@ class TieredTree:
         self._metrics = metrics
         self._tiers = tiers
         self._store_early = store_early
+        # Tokens; 0 without a host.
+        self._longest_node = (
+            tiers.controller.host_pool(full.kind).num_pages * codec.page_size if tiers else 0
+        )
+        self._reserve_may_lack = True
+        self._unstored: dict[TreeNode, int] = {}  # node -> times that storage refused some of it
+        self._retry_at_s = 0.0
         self._lookups: list[LookupResult] = []
         self._fetches: list[TransferResult] = []
 
@@ -131,13 +150,21 @@ class TieredTree:
 
     # -- device ------------------------------------------------------------------------------------------------------
 
-    def add_device_leaf(
+    def add_device_leaves(
         self, parent: TreeNode, namespace: KeyNamespace, key: bytes, device_slots: Int32Array
-    ) -> TreeNode:
-        """A new leaf whose pages are on the device."""
-        node = self.tree.add_child(parent, namespace, key)
-        self.attach_device(node, device_slots)
-        return node
+    ) -> list[TreeNode]:
+        """New nodes below `parent` whose pages are on the device: one, or, because a node is backed up whole, a chain
+        of nodes that each fit into the host pool."""
+        added: list[TreeNode] = []
+        num_tokens = self._longest_node or len(device_slots)
+        for start in range(0, len(device_slots), num_tokens):
+            slots = device_slots[start : start + num_tokens]
+            first = start * self._codec.token_bytes
+            part = key[first : first + len(slots) * self._codec.token_bytes]
+            parent = self.tree.add_child(parent, namespace, part)
+            self.attach_device(parent, slots)
+            added.append(parent)
+        return added
 
     def attach_device(self, node: TreeNode, device_slots: Int32Array) -> None:
         """`node` takes over these slots."""
@@ -174,6 +201,7 @@ class TieredTree:
             self._backup(plan)
         slots = self.full.device.detach(node)
         self.full.host.device_changed(node)
+        self._reserve_may_lack = True
         if upper is not None:
             self.full.device.age(upper)
         self.free_device(slots, node.namespace.dp_rank)
@@ -204,21 +232,25 @@ class TieredTree:
         """Evict host pages until `num_pages` are free, as far as that is possible without waiting."""
         while not self.tiers.has_room(component.kind, num_pages):
             victims = self.tiers.find_victims(component.kind, num_pages)
-            for node in victims.dirty:
-                self._write_back(component, node)
             for victim in victims.clean:
                 self._drop_victim(component, victim)
+            for node in victims.dirty:
+                if node.parent is not None:
+                    self._write_back(component, node)
             if not victims.clean:
                 return False
         return True
 
     def _drop_victim(self, component: TreeComponent, victim: HostVictim) -> None:
         node = victim.node
+        upper = None
         if victim.keep_pages:
-            self.split(node, victim.keep_pages * self._page_size)
+            upper = self.split(node, victim.keep_pages * self._page_size)
         self.tiers.drop_host(component, node)
         if not self.on_device(node):
             self.tree.remove(node)
+        if upper is not None:
+            component.host.age(upper)
 
     def remove_subtree(self, top: TreeNode) -> None:
         """Take a node and all below it, none of which is on the device, out of the tree."""
@@ -243,33 +275,65 @@ class TieredTree:
         return plan is not None
 
     def keep_reserve(self) -> None:
-        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait."""
-        if self._store_early or not self.has_storage:
+        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
+        only if something changed since it last found nothing to do."""
+        if self._store_early or not self._reserve_may_lack or not self.has_storage:
             return
+        self._reserve_may_lack = False
         for component in self.components:
             for node in self.tiers.oldest_unstored(component.kind):
-                self._write_back(component, node)
+                self._reserve_may_lack |= self._write_back(component, node)
+
+    def retry_stores(self) -> None:
+        """With the early policy: write again what storage did not take, a few nodes at a time."""
+        now_s = self.tiers.controller.now_s() if self._unstored else 0.0
+        if not self._unstored or now_s < self._retry_at_s or not self._storage_writable():
+            return
+        self._retry_at_s = now_s + STORE_RETRY_S
+        for node in list(islice(self._unstored, STORE_RETRY_NODES)):
+            num_refusals = self._unstored.pop(node)
+            if node.parent is None or num_refusals > STORE_RETRIES:
+                continue
+            if self._write_back(self.full, node):
+                self._unstored[node] = num_refusals
+
+    def _storage_writable(self) -> bool:
+        return self.tiers.controller.storage_writable(self.full.kind)
 
     def flush(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting for it; True if that was done in time.
 
-        Works in waves, parents first: what the host lacks is backed up as far as there is room, what storage lacks is
-        written, and what was written makes room for the next wave.
+        Works in waves, parents first: what the host has is written, what the host lacks is backed up as far as there
+        is room, and what was written makes room for the next wave. Tries also a storage that failed a moment ago; ends
+        early when a wave gets nowhere. Nothing that ended is left unsettled.
         """
         if not self.has_storage:
             return True
         deadline = self.tiers.controller.now_s() + deadline_s
-        while True:
+        num_missing, num_backups = -1, 0
+        while self._wait_until_down(deadline):
             missing = [node for node in self.tree.nodes() if not self._is_stored(node)]
-            if not missing and not self.tiers.controller.num_in_flight:
+            if not missing:
                 return True
-            started = sum(self._push_down(node) for node in missing)
-            remaining_s = deadline - self.tiers.controller.now_s()
-            if not started and not self.tiers.controller.num_in_flight:
+            if len(missing) == num_missing and not num_backups:
                 return False
-            if remaining_s <= 0 or not self.tiers.controller.drain(remaining_s):
-                return False
+            num_missing = len(missing)
+            # Written first: pages on their way to storage are not dropped to make room for the others.
+            for node in missing:
+                self._write_back(self.full, node)
+            num_backups = sum(self._back_up_if_missing(node) for node in missing)
+        return False
+
+    def _wait_until_down(self, deadline: float) -> bool:
+        """Wait for the backups and stores under way, but not for reads; False at the deadline."""
+        controller = self.tiers.controller
+        while controller.num_moving_down:
+            remaining_s = deadline - controller.now_s()
+            if remaining_s <= 0:
+                break
+            controller.wait_any(remaining_s)
             self.settle()
+        return not controller.num_moving_down
 
     def _is_stored(self, node: TreeNode) -> bool:
         data = node.data[self.full.index]
@@ -277,14 +341,9 @@ class TieredTree:
             return data.in_storage
         return bool(self.full.host.stored[data.host_pages].all())
 
-    def _push_down(self, node: TreeNode) -> bool:
-        """Start the next step of a node on its way to storage; False if it cannot go on now."""
+    def _back_up_if_missing(self, node: TreeNode) -> bool:
         plan = self.full.write_through(node)
-        if plan is not None:
-            return self._backup(plan)
-        return self.tiers.controller.storage_writable(self.full.kind) and self._write_back(
-            self.full, node
-        )
+        return plan is not None and self._backup(plan)
 
     # -- storage -> host ---------------------------------------------------------------------------------------------
 
@@ -327,10 +386,26 @@ class TieredTree:
         self.touch(path[-1])
         return True
 
-    def alloc_host(self, num_pages: int) -> Int32Array:
-        """As many host pages as there can be room for, at most `num_pages`; int32[n]."""
-        self._make_host_room(self.full, num_pages)
+    def host_share(self, share: float) -> int:
+        """That share of the host pool, in pages."""
+        return int(self.tiers.controller.host_pool(self.full.kind).num_pages * share)
+
+    def alloc_host_below(self, namespace: KeyNamespace, key: bytes, num_pages: int) -> Int32Array:
+        """Host pages for what is to follow `key`, as many as there can be room for, at most `num_pages`; int32[n].
+
+        The prefix itself is marked as used and does not make room for its own continuation.
+        """
         pool = self.tiers.controller.host_pool(self.full.kind)
+        path = self.path_of(namespace, key)
+        own = [p for node in path if (p := node.data[self.full.index].host_pages) is not None]
+        pinned = np.concatenate(own) if own else NO_SLOTS
+        if path:
+            self.touch(path[-1])
+        pool.lock(pinned)
+        try:
+            self._make_host_room(self.full, num_pages)
+        finally:
+            self.tiers.controller.release(self.full.kind, pinned)
         host_pages = pool.alloc(min(num_pages, pool.num_free))
         return host_pages if host_pages is not None else NO_SLOTS
 
@@ -342,25 +417,34 @@ class TieredTree:
         Everything the load reads or hangs on is pinned before room is made for it: making room can back up, and so
         evict host pages, and may not evict these.
         """
-        dp_rank = path[-1].namespace.dp_rank
         num_tokens = sum(node.num_tokens for node in path)
         plan = self.full.prefetch(PrefetchRequest(path, num_tokens))
         pool = self.tiers.controller.host_pool(self.full.kind)
+        last_node, loaded = path[-1], None
         pool.lock(plan.host_pages)
-        self.full.lock(path[-1])
-        slots = self._alloc_device(num_tokens - device_len, dp_rank)
-        future = None
-        if slots is not None:
-            future = self.tiers.load(plan, device_pages_of(slots, self._page_size), dp_rank)
-        self.settle()
-        pool.unlock(plan.host_pages)
-        if slots is None or future is None:
-            self.full.unlock(path[-1])
-            if slots is not None:
-                self.free_device(slots, dp_rank)
+        self.full.lock(last_node)
+        try:
+            loaded = self._load_pinned(plan, num_tokens - device_len, last_node)
+        finally:
+            if loaded is None:
+                pool.unlock(plan.host_pages)
+                self.full.unlock(last_node)
+        return loaded
+
+    def _load_pinned(
+        self, plan: PrefetchPlan, num_tokens: int, last_node: TreeNode
+    ) -> tuple[Int32Array, PendingLoad] | None:
+        dp_rank = last_node.namespace.dp_rank
+        slots = self._alloc_device(num_tokens, dp_rank)
+        if slots is None:
             return None
-        self._attach_loaded(path[-1], slots)
-        return slots, PendingLoad(future, path[-1], self.epoch)
+        future = self.tiers.load(plan, device_pages_of(slots, self._page_size), dp_rank)
+        self.settle()
+        if future is None:
+            self.free_device(slots, dp_rank)
+            return None
+        self._attach_loaded(last_node, slots)
+        return slots, PendingLoad(future, last_node, plan.host_pages, self.epoch)
 
     def _attach_loaded(self, last_node: TreeNode, device_slots: Int32Array) -> None:
         """Give loaded slots to the nodes they belong to, as the path is now (settling may have split it)."""
@@ -370,10 +454,11 @@ class TieredTree:
             start += node.num_tokens
 
     def finish_load(self, load: PendingLoad) -> None:
-        """Scatter loaded pages into the buffers and release their nodes; nothing if the tree was reset meanwhile."""
+        """Scatter loaded pages into the buffers and release what the load held. After a reset nothing is scattered."""
         if load.epoch == self.epoch:
             self.tiers.controller.commit_load(self.full.kind, load.future)
             self.full.unlock(load.node)
+        self.tiers.controller.release(self.full.kind, load.host_pages)
 
     def device_room(self, last_node: TreeNode, dp_rank: int) -> int:
         """Tokens that could be loaded below the device part of this path: free ones and what may be evicted for it."""
@@ -403,9 +488,15 @@ class TieredTree:
                 self.tiers.drop_host(component, node)
                 if not self.on_device(node):
                     self.remove_subtree(node)
-        if self._store_early and self.tiers.controller.storage_writable(self.full.kind):
+        self._reserve_may_lack = True
+        if self._store_early and self.has_storage:
+            for node in settlement.unstored:
+                self._unstored[node] = self._unstored.get(node, 0) + 1
+                self._retry_at_s = self.tiers.controller.now_s() + STORE_RETRY_S
             for node, component in settlement.backed_up.items():
-                if node.parent is not None:
+                if not self._storage_writable():
+                    self._unstored.setdefault(node, 0)
+                elif node.parent is not None:
                     self._write_back(component, node)
         self._lookups += settlement.lookups
         self._fetches += settlement.fetches
@@ -416,10 +507,17 @@ class TieredTree:
         self._lookups, self._fetches = [], []
         return arrivals
 
+    def is_current(self, node: TreeNode) -> bool:
+        """False for a node that a reset has forgotten."""
+        while node.parent is not None:
+            node = node.parent
+        return node is self.tree.root
+
     def reset(self) -> None:
         """Forget every node. Host pages are given back (those in transfer when it ends); device slots are not touched,
         the engine clears its allocator itself."""
         self.epoch += 1
+        self._unstored.clear()
         self.tree = RadixTree(self._codec, len(self.components))
         for component in self.components:
             component.device.clear()

@@ -178,6 +178,19 @@ def test_set_heals_what_does_not_look_like_the_page(storage: LocalFileStorage, n
         np.testing.assert_array_equal(found, PAGES[1])
 
 
+@pytest.mark.parametrize("name", ["empty", "half", "one byte long", "fifo", "dangling symlink"])
+def test_a_probe_counts_what_is_no_whole_page_and_moves_it_away(
+    storage: LocalFileStorage, name: str
+) -> None:
+    path = storage.path_of(KEYS[1])
+    DAMAGES[name](path)
+    assert storage.exists(KEYS) == [True, False, True]
+    assert storage.stats().corrupt == 1
+    assert not os.path.lexists(path), "it is still in the way"
+    assert storage.exists(KEYS) == [True, False, True]
+    assert storage.stats().corrupt == 1
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_check_invariants_finds_it(storage: LocalFileStorage, name: str) -> None:
     storage.check_invariants()

@@ -1,8 +1,9 @@
 """Where a component's pages are, in what order they may leave, and how much that is: one class per tier.
 
 Both keep their order in dictionaries that are changed as nodes are used, so that finding the next victim costs the same
-in a tree of ten nodes and of a million. The tree uses a path from its end upwards, so a parent is always younger than
-its children and the oldest node has no resident child.
+in a tree of ten nodes and of a million. The tree uses a path from its end upwards, so on the device a parent is always
+younger than its children and the oldest node has no resident child. On the host splits may leave a parent older for a
+while; whoever looks for victims moves it on.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class HostResidency:
             self._order_of(node).move_to_end(node)
 
     def split(self, upper: TreeNode, lower: TreeNode, num_upper_pages: int) -> None:
-        """`lower` was cut: its first pages go to `upper`."""
+        """`lower` was cut: its first pages go to `upper` (which becomes the youngest)."""
         data, above = self._data(lower), self._data(upper)
         above.in_storage = data.in_storage
         if data.host_pages is None:
@@ -219,12 +220,12 @@ class HostResidency:
         above.host_pages = data.host_pages[:num_upper_pages].copy()
         data.host_pages = data.host_pages[num_upper_pages:].copy()
         self._owners.update(dict.fromkeys(above.host_pages.tolist(), upper))
-        order = self._order_of(upper)
-        order[upper] = None
-        if order is self._sole:
-            order.move_to_end(lower, last=False)
-            order.move_to_end(upper, last=False)
-            order.move_to_end(lower, last=False)
+        self._order_of(upper)[upper] = None
+
+    def age(self, node: TreeNode) -> None:
+        """`node` is the next of its order to leave."""
+        if self._data(node).host_pages is not None:
+            self._order_of(node).move_to_end(node, last=False)
 
     def owners(self, host_pages: Iterable[int]) -> dict[TreeNode, None]:
         """The nodes that own these pages, each once, in order; pages that nobody owns are left out."""

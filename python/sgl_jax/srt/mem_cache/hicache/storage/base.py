@@ -39,8 +39,8 @@ class HiCacheStorage(ABC):
     3. What is read is verified against the key and the namespace. Short, damaged, foreign or
        unreadable is a miss (None), is counted, and does not stay in the way of the next `set`.
     4. A failure of one page never fails its neighbours in the batch, and never raises: it is a
-       False or a None. Only a wrong call (key of the wrong length, payload of the wrong size)
-       raises ValueError.
+       False or a None. Only a wrong call (key of the wrong length, payload of the wrong size,
+       closed) raises ValueError, before anything is changed; `payload.py` has the checks.
     5. `set` of a key that is already there is success; the content of equal keys is equal by
        construction.
     """
@@ -71,4 +71,4 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release handles. Idempotent; later calls of other methods are not allowed."""
+        """Release handles. Idempotent; later calls of other methods raise ValueError."""

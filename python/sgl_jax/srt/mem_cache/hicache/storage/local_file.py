@@ -254,11 +254,17 @@ class LocalFileStorage(HiCacheStorage):
     def _exists_page(self, folder_fd: int, key: PageKey) -> bool:
         shard = shard_name(key)
         try:
-            is_folder = stat.S_ISDIR(os.lstat(shard, dir_fd=folder_fd).st_mode)
-            path = f"{shard}/{page_name(key)}"
-            return is_folder and self._io.is_whole(os.lstat(path, dir_fd=folder_fd))
+            if not stat.S_ISDIR(os.lstat(shard, dir_fd=folder_fd).st_mode):
+                return False
+            status = os.lstat(f"{shard}/{page_name(key)}", dir_fd=folder_fd)
+            if not self._io.is_whole(status):
+                with self._shard(key, create=False) as shard_fd:
+                    found = f"{status.st_size} bytes, mode {stat.filemode(status.st_mode)}"
+                    self._reject(key, shard_fd, f"not a whole page: {found}", status)
+                return False
         except OSError:
             return False
+        return True
 
     def _delete_page(self, key: PageKey) -> bool:
         try:

@@ -1,0 +1,172 @@
+"""Run every benchmark and write bench.md with its plots.
+
+Each benchmark runs in a process of its own, so that none finds the memory or the programs of another. With --from, the
+report is made of records that were written before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .__main__ import BENCHMARKS
+from .plots import GROWTH, write_plots
+from .record import COLUMNS, RUN, Record, read_json, row_of, short
+from .targets import judged
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `all`."""
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path(), help="for bench.md and the plots (here)"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="for replay")
+    parser.add_argument("--files", type=int, nargs="+", metavar="N", help="for storage")
+    parser.add_argument("--leaves", type=int, nargs="+", metavar="N", help="for tree")
+    parser.add_argument(
+        "--skip", nargs="+", choices=BENCHMARKS, default=[], help="benchmarks to leave out"
+    )
+    parser.add_argument(
+        "--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="records to show"
+    )
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Measure, and write the report. Raises ArgumentTypeError if a benchmark fails or --from cannot be read."""
+    records = _measure_all(args) if args.sources is None else _read(args.sources)
+    if not records:
+        raise argparse.ArgumentTypeError("there are no records to report")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    plots = write_plots(records, args.output_dir)
+    path = args.output_dir / "bench.md"
+    path.write_text(markdown(records, [(title, p.name) for title, p in plots]), encoding="utf-8")
+    print(f"Written: {', '.join(str(p) for p in (path, *(p for _, p in plots)))}")
+    return records
+
+
+def _read(sources: Sequence[Path]) -> list[Record]:
+    try:
+        return [_without_path(record) for source in sources for record in read_json(source)]
+    except (OSError, ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(f"--from: no records: {error}") from error
+
+
+def _measure_all(args: argparse.Namespace) -> list[Record]:
+    options: dict[str, list[str]] = {name: [] for name in BENCHMARKS if name not in args.skip}
+    for name, option in (("replay", "trace"), ("storage", "files"), ("tree", "leaves")):
+        value = getattr(args, option)
+        if value is not None and name in options:
+            values = value if isinstance(value, list) else [value]
+            options[name] = [f"--{option}", *map(str, values)]
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
+        path = Path(folder) / "records.json"
+        for name, given in options.items():
+            begun_s = time.perf_counter()
+            command = [sys.executable, "-m", __package__, name, *given, "--json", str(path)]
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+            if done.returncode:
+                raise argparse.ArgumentTypeError(f"{name} ended with status {done.returncode}")
+            records += [_without_path(record) for record in read_json(path)]
+            print(f"{name:16} {time.perf_counter() - begun_s:6.0f} s", flush=True)
+    return records
+
+
+def _without_path(record: Record) -> Record:
+    """Where the records were written is nothing that a reader could use."""
+    run = record.params[RUN]
+    run["command"] = run["command"].partition(" --json ")[0]
+    return record
+
+
+def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str:
+    """The report as text: what must be reached, then every figure with its command."""
+    parts = ["# Benchmarks", _INTRODUCTION, *_about(records), "## What must be reached"]
+    parts.append(_table(("what", "parameters", "must reach", "found", ""), _target_rows(records)))
+    parts += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
+    parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), _growth_rows(records)))
+    for command in dict.fromkeys(str(r.params[RUN]["command"]) for r in records):
+        own = [r for r in records if r.params[RUN]["command"] == command]
+        parts.append(f"## {command.split()[3]}\n\n`{command}`")
+        parts.append(_table(COLUMNS, [row_of(r) for r in own]))
+        parts += _details(own)
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = (
+    "Written by `make bench`. Every ratio is a figure in units of a limit that was measured beside it in the same\n"
+    "run; rates (units ending in /s) are better when higher, everything else when lower. P90: what nine of ten\n"
+    "repeats are at least as good as."
+)
+
+
+def _about(records: Sequence[Record]) -> list[str]:
+    run = records[0].params[RUN]
+    commits = dict.fromkeys(str(r.params[RUN]["commit"]) for r in records)
+    shown = {key: value for key, value in run.items() if key not in ("command", "commit", "load")}
+    loads = [float(r.params[RUN].get("load", 0.0)) for r in records]
+    return [
+        "\n".join(
+            [
+                *(f"* {key}: {value}" for key, value in shown.items()),
+                f"* load average of the machine at the end of each benchmark: {min(loads)} to {max(loads)}",
+                f"* commit: {', '.join(commits)}",
+            ]
+        )
+    ]
+
+
+def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for target, record in judged(records):
+        found = target.found(record)
+        rows.append(
+            (
+                record.name,
+                row_of(record)[1],
+                target.text(record),
+                "" if found is None else short(found),
+                "met" if target.met(record) else "**not met**",
+            )
+        )
+    return rows
+
+
+def _growth_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    return [
+        (
+            r.name,
+            f"{r.params[GROWTH[r.name]]:,} {GROWTH[r.name]}",
+            short(r.value),
+            r.unit,
+            f"{r.ratio or 0.0:.2f}",
+        )
+        for r in records
+        if r.name in GROWTH
+    ]
+
+
+def _details(records: Sequence[Record]) -> list[str]:
+    """Parameters that are tables themselves: tokens by tier, time by phase."""
+    tables = []
+    for name in ("tokens", "phases"):
+        own = [r for r in records if name in r.params]
+        keys = list(dict.fromkeys(key for r in own for key in r.params[name]))
+        if own:
+            rows = [
+                (row_of(r)[1], *(short(r.params[name].get(key, 0)) for key in keys)) for r in own
+            ]
+            title = {"tokens": "Tokens by tier.", "phases": "Mean us per request by phase."}[name]
+            tables.append(f"{title}\n\n{_table(('levels', *keys), rows)}")
+    return tables
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (columns, *rows)]
+    lines.insert(1, "|" + " --- |" * len(columns))
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""The command line of the benchmarks, and the report that `all` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_jax_hicache.bench.__main__ import BENCHMARKS, main
+from sgl_jax_hicache.bench.record import Record, write_json
+from sgl_jax_hicache.bench.targets import TARGETS, judged
+
+RUN = {"command": "python -m sgl_jax_hicache.bench tree", "commit": "abc", "jax": "0", "cpu": "x"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "what"),
+        (["nothing"], "invalid choice"),
+        (["tree", "--nonsense"], "unrecognized"),
+        (["tree", "--leaves", "many"], "invalid int"),
+        (["transfer", "--pages", "huge"], "invalid choice"),
+        (["host_pool", "--slots", "8", "--pages", "9"], "has no 9"),
+        (["storage", "--folder", "/nowhere"], "no such folder"),
+        (["memory", "--host-pages", "1"], "--host-pages at least"),
+        (["replay", "--trace", "/nowhere"], "cannot be read"),
+        (["replay", "--l1-blocks", "0"], "at least 1"),
+        (["replay", "--l1-blocks", "5", "--l3"], "--l3 needs --l2-blocks"),
+        (["replay", "--l1-blocks", "5"], "does not fit"),
+        (["decode_overhead", "--new-tokens", "8"], "--new-tokens must be"),
+        (["all", "--from", "/nowhere"], "no records"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_one_benchmark_prints_and_writes_its_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "records.json"
+    argv = ["replay", "--requests", "3", "--l1-blocks", "400", "--json", str(path)]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    records = json.loads(path.read_text())
+    assert records[0]["name"] == "replay hit rate"
+    assert "replay hit rate" in printed
+    assert records[0]["params"]["run"]["command"].startswith(
+        "python -m sgl_jax_hicache.bench replay"
+    )
+
+
+def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in BENCHMARKS)
+
+
+def replayed(l1: int, l2: int, l3: str, hit: int) -> Record:
+    levels = "L1" + "+L2" * bool(l2) + "+L3" * (l3 != "none")
+    tokens = {"device": hit, "host": 0, "storage": 0, "computed": 100 - hit}
+    sizes = {"levels": levels, "l1_blocks": l1, "l2_blocks": l2, "l3": l3, "requests": 3993}
+    return Record(
+        "replay hit rate", float(hit), "%", 8.0, params={**sizes, "tokens": tokens, "run": RUN}
+    )
+
+
+def test_the_report_shows_targets_figures_and_plots(tmp_path: Path) -> None:
+    records = [
+        Record("tree evict one node", 7.0, "us", 7.0, (7.0,), {"leaves": 10, "run": RUN}),
+        Record("tree evict one node", 28.0, "us", 7.0, (28.0,), {"leaves": 100, "run": RUN}),
+        replayed(1000, 0, "none", 9),
+        replayed(1000, 3000, "none", 19),
+        replayed(1000, 3000, "memory", 64),
+    ]
+    source, out = tmp_path / "records.json", tmp_path / "docs"
+    write_json(records, source)
+    assert main(["all", "--from", str(source), "--output-dir", str(out)]) == 0
+    text = (out / "bench.md").read_text()
+    assert text.count("**not met**") == 2  # 28 us, and four times the smallest tree
+    assert RUN["command"] in text
+    for name in ("bench-ratio.png", "bench-levels.png", "bench-growth.png"):
+        assert f"({name})" in text
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_target_bounds_a_figure_in_the_right_direction() -> None:
+    records = [replayed(1000, 0, "none", 9), replayed(1000, 0, "none", 7)]
+    assert [target.met(record) for target, record in judged(records)] == [True, False]
+    assert len({(t.name, t.of, str(sorted(t.where.items()))) for t in TARGETS}) == len(TARGETS)
