@@ -12,6 +12,8 @@ from .errors import ApiError
 
 _OPEN_PATHS = frozenset({"/health"})
 _BODY_TIMEOUT_S = 30.0
+_DISCARD_TIMEOUT_S = 5.0
+_DISCARD_FACTOR = 16
 
 
 class ApiKeyMiddleware:
@@ -58,6 +60,7 @@ class BodyLimitMiddleware:
         """The whole body, or None if the client went away."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
+            await self._discard(receive)
             raise self._too_large(f"{int(declared)} bytes")
         parts: list[bytes] = []
         num_bytes = 0
@@ -70,11 +73,26 @@ class BodyLimitMiddleware:
                     parts.append(message.get("body", b""))
                     num_bytes += len(parts[-1])
                     if num_bytes > self._max_bytes:
+                        if message.get("more_body", False):
+                            await self._discard(receive)
                         raise self._too_large(f"more than {self._max_bytes} bytes")
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read on, within bounds: a client that still sends when the connection closes never sees the answer."""
+        left = _DISCARD_FACTOR * self._max_bytes
+        try:
+            async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+                while left > 0:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+                    left -= len(message.get("body", b""))
+        except TimeoutError:
+            return  # the answer is sent all the same
 
     def _too_large(self, found: str) -> ApiError:
         return ApiError(
