@@ -90,9 +90,10 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
     parts.append(_table(("what", "parameters", "must reach", "found", ""), _target_rows(records)))
     parts += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
     parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), _growth_rows(records)))
-    for command in dict.fromkeys(str(r.params[RUN]["command"]) for r in records):
-        own = [r for r in records if r.params[RUN]["command"] == command]
-        parts.append(f"## {command.split()[3]}\n\n`{command}`")
+    for command in dict.fromkeys(map(_command, records)):
+        own = [r for r in records if _command(r) == command]
+        what = own[0].params[RUN]["command"].split()[3]
+        parts.append(f"## {what}\n\n`{command}`")
         parts.append(_table(COLUMNS, [row_of(r) for r in own]))
         parts += _details(own)
     return "\n\n".join(parts) + "\n"
@@ -105,10 +106,13 @@ _INTRODUCTION = (
 )
 
 
+_OF_ONE_RUN = ("command", "commit", "load", "environment")
+
+
 def _about(records: Sequence[Record]) -> list[str]:
     run = records[0].params[RUN]
     commits = dict.fromkeys(str(r.params[RUN]["commit"]) for r in records)
-    shown = {key: value for key, value in run.items() if key not in ("command", "commit", "load")}
+    shown = {key: value for key, value in run.items() if key not in _OF_ONE_RUN}
     loads = [float(r.params[RUN].get("load", 0.0)) for r in records]
     return [
         "\n".join(
@@ -121,6 +125,13 @@ def _about(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def _command(record: Record) -> str:
+    """The command with the environment that it ran in."""
+    run = record.params[RUN]
+    settings = [f"{name}={value}" for name, value in run.get("environment", {}).items()]
+    return " ".join([*settings, run["command"]])
+
+
 def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for target, record in judged(records):
@@ -128,7 +139,7 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 record.name,
-                row_of(record)[1],
+                " ".join([row_of(record)[1], *record.params[RUN].get("environment", ())]),
                 target.text(record),
                 "" if found is None else short(found),
                 "met" if target.met(record) else "**not met**",
@@ -155,7 +166,7 @@ def _details(records: Sequence[Record]) -> list[str]:
     """Parameters that are tables themselves: tokens by tier, time by phase."""
     tables = []
     for name in ("tokens", "phases"):
-        own = [r for r in records if name in r.params]
+        own = [r for r in records if isinstance(r.params.get(name), dict)]
         keys = list(dict.fromkeys(key for r in own for key in r.params[name]))
         if own:
             rows = [

@@ -78,6 +78,7 @@ def test_the_report_shows_targets_figures_and_plots(tmp_path: Path) -> None:
     records = [
         Record("tree evict one node", 7.0, "us", 7.0, (7.0,), {"leaves": 10, "run": RUN}),
         Record("tree evict one node", 28.0, "us", 7.0, (28.0,), {"leaves": 100, "run": RUN}),
+        Record("tree match, all there", 300.0, "M tokens/s", params={"tokens": 8, "run": RUN}),
         replayed(1000, 0, "none", 9),
         replayed(1000, 3000, "none", 19),
         replayed(1000, 3000, "memory", 64),
