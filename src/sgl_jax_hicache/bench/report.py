@@ -93,16 +93,18 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
     for command in dict.fromkeys(map(_command, records)):
         own = [r for r in records if _command(r) == command]
         what = own[0].params[RUN]["command"].split()[3]
-        parts.append(f"## {what}\n\n`{command}`")
+        load = own[0].params[RUN].get("load", "unknown")
+        parts.append(f"## {what}\n\n`{command}`\n\nLoad average of the machine: {load}.")
         parts.append(_table(COLUMNS, [row_of(r) for r in own]))
         parts += _details(own)
     return "\n\n".join(parts) + "\n"
 
 
 _INTRODUCTION = (
-    "Written by `make bench`. Every ratio is a figure in units of a limit that was measured beside it in the same\n"
+    "Written by `python -m sgl_jax_hicache.bench all` (`make bench`). Every ratio is a figure in units of a limit that was measured beside it in the same\n"
     "run; rates (units ending in /s) are better when higher, everything else when lower. P90: what nine of ten\n"
-    "repeats are at least as good as."
+    "repeats are at least as good as. Each section is one run of its own, at the load that it names: runs at different\n"
+    "loads compare roughly at best."
 )
 
 
