@@ -102,8 +102,8 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
 
 _INTRODUCTION = (
     "Written by `python -m sgl_jax_hicache.bench all` (`make bench`). Every ratio is a figure in units of a limit\n"
-    "that was measured beside it in the same run; rates (units ending in /s) are better when higher, everything else when\n"
-    "lower. P90: what nine of ten repeats are at least as good as. Each section is one run of its own, at the load\n"
+    "that was measured beside it in the same run; rates (units ending in /s) are better when higher, everything else\n"
+    "when lower. P90: what nine of ten repeats are at least as good as. Each section is one run, at the load\n"
     "that it names: runs at different loads compare roughly at best."
 )
 
