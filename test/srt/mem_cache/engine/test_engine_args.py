@@ -152,10 +152,11 @@ def test_the_key_is_not_shown() -> None:
 
 def test_the_second_signal_ends_the_process_at_once() -> None:
     program = (
-        "import signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
         "from sgl_jax_hicache import overlay; overlay.activate()\n"
         "from sgl_jax_hicache.engine.http_server.server import exit_on_signals\n"
-        "exit_on_signals(lambda: print('first', flush=True))\n"
+        # Not print: the signal may come while the line below is still being written.
+        "exit_on_signals(lambda: os.write(1, b'first\\n'))\n"
         "print('ready', flush=True)\n"
         "while True: signal.pause()\n"
     )
