@@ -83,7 +83,7 @@ def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
 def test_a_wrong_flag_is_one_line_and_status_2(
     line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(line.split()) == 2
+    assert main(["--port", "0", *line.split()]) == 2
     stderr = capsys.readouterr().err
     assert said in stderr
     assert stderr.count("\n") == 1
