@@ -95,10 +95,45 @@ def build_unified_radix_cache(
             f"--hicache-host-scheme slab with {dp_size} data-parallel ranks: a slab lives beside one device; "
             "use --hicache-host-scheme per_block"
         )
-    pool = token_to_kv_pool_allocator.get_kvcache()
-    buffers = DeviceBuffers(kv_buffer_refs(pool), dp_size)
+    buffers = DeviceBuffers(kv_buffer_refs(token_to_kv_pool_allocator.get_kvcache()), dp_size)
+    io, namespace = _component_io(
+        config, buffers, page_size, model_identity, processes_on_host, storage_factories
+    )
+    controller = HiCacheController(
+        {ComponentKind.FULL: io},
+        executor or create_executor(config.async_impl.value),
+        max_backup_bytes=MAX_BACKUP_BYTES,
+        clock=clock,
+    )
+    token_bytes = TokenCodec(page_size, is_eagle).token_bytes
+    full = FullComponent(
+        page_size=page_size,
+        num_ranks=dp_size,
+        host_pool=io.host_pool,
+        hasher_for=(lambda extra_key: PageHasher(namespace, extra_key, token_bytes))
+        if io.storage is not None
+        else None,
+    )
+    return UnifiedRadixCache(
+        full=full,
+        lower_tiers=LowerTiers((full,), controller, metrics),
+        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
+        prefetch_deadline_s=config.prefetch_deadline_s,
+        **common,
+    )
+
+
+def _component_io(
+    config: HiCacheConfig,
+    buffers: DeviceBuffers,
+    page_size: int,
+    model_identity: ModelIdentity,
+    processes_on_host: int,
+    storage_factories: Mapping[str, StorageFactory],
+) -> tuple[ComponentIO, StorageNamespace]:
+    """The Full component's byte movers, sized and opened; says in the log what the levels hold."""
     layout = buffers.layout(ComponentKind.FULL, page_size)
-    device_pages = (buffers.rows_per_rank - 1) * dp_size
+    device_pages = (buffers.rows_per_rank - 1) * buffers.dp_size
     num_host_pages = host_pool_pages(config, device_pages, layout.page_bytes, processes_on_host)
     transfer = PageTransfer(buffers, layout)
     namespace = StorageNamespace(
@@ -117,12 +152,6 @@ def build_unified_radix_cache(
     host_pool = create_host_pool(
         config.host_scheme.value, num_host_pages, layout, transfer.host_memory()
     )
-    controller = HiCacheController(
-        {ComponentKind.FULL: ComponentIO(transfer, host_pool, storage)},
-        executor or create_executor(config.async_impl.value),
-        max_backup_bytes=MAX_BACKUP_BYTES,
-        clock=clock,
-    )
     logger.info(
         "HiCache is on. L1 device: %d pages of %d tokens, %d bytes each. L2 host: %d pages, %.2f GiB, %s, %s. "
         "L3 storage: %s, %s.",
@@ -136,19 +165,4 @@ def build_unified_radix_cache(
         f"files in {config.storage_path}" if storage is not None else "none",
         config.write_policy.value,
     )
-    token_bytes = TokenCodec(page_size, is_eagle).token_bytes
-    full = FullComponent(
-        page_size=page_size,
-        num_ranks=dp_size,
-        host_pool=host_pool,
-        hasher_for=(lambda extra_key: PageHasher(namespace, extra_key, token_bytes))
-        if storage is not None
-        else None,
-    )
-    return UnifiedRadixCache(
-        full=full,
-        lower_tiers=LowerTiers((full,), controller, metrics),
-        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
-        prefetch_deadline_s=config.prefetch_deadline_s,
-        **common,
-    )
+    return ComponentIO(transfer, host_pool, storage), namespace
