@@ -136,8 +136,7 @@ def settle(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("tiny-gqa", case) for case in CASES]
-    + [(kind, case) for kind in ("tiny-mha", "tiny-mla") for case in CASES[:1] + CASES[4:6]]
+    [(kind, case) for kind in ("tiny-mha", "tiny-gqa", "tiny-mla") for case in CASES]
     + [("smollm2", CASES[0])],
     ids=str,
 )
