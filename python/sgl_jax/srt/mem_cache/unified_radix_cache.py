@@ -17,19 +17,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .hicache.components.base import usable_prefix
-from .hicache.components.full import FullComponent
 from .hicache.contract import (
     CacheableRequest,
     DonationBarrier,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
 )
-from .hicache.lower_tiers import LowerTiers
+from .hicache.device_eviction import DeviceEviction
+from .hicache.insertion import Insertion
+from .hicache.load_back import LoadBack, PendingLoad
 from .hicache.metrics import HiCacheMetrics
+from .hicache.request_states import RequestStates
 from .hicache.storage_prefetch import StoragePrefetch
-from .hicache.tiered_tree import NO_SLOTS, PendingLoad, TieredTree
-from .hicache.token_key import TokenCodec
+from .hicache.storage_writer import StorageWriter
+from .hicache.tiered_tree import NO_SLOTS, TieredTree
 from .hicache.tree_node import KeyNamespace, TreeNode
 from .hicache.tree_types import (
     DecLockRefParams,
@@ -50,9 +51,10 @@ Int32Array = npt.NDArray[np.int32]
 class UnifiedRadixCache:
     """The engine's cache; see the module for the rules.
 
-    `full`: the component that every node has. `lower_tiers`: None switches HiCache off. `store_early`: storage gets a
-    page as soon as its host copy is complete (write_through), else when it is to leave the host. `disable`: nothing is
-    ever reused. `clock`: monotonic seconds.
+    `tree`: the components and tiers, wired by `builder`. `store_early`: storage gets a page as soon as its host copy is
+    complete (write_through), else when it is to leave the host. `sliding_window_size`: tokens, with a sliding-window
+    component. `recurrent_track_interval`: tokens between two snapshots that the engine takes of a request's recurrent
+    state, with a recurrent component. `disable`: nothing is ever reused. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -60,34 +62,34 @@ class UnifiedRadixCache:
         *,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool_allocator: TokenToKVPoolAllocator,
-        page_size: int,
-        full: FullComponent,
+        tree: TieredTree,
         metrics: HiCacheMetrics,
-        lower_tiers: LowerTiers | None = None,
         store_early: bool = True,
         prefetch_deadline_s: float = 5.0,
-        is_eagle: bool = False,
+        sliding_window_size: int | None = None,
+        recurrent_track_interval: int = 0,
         disable: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        self.page_size = page_size
+        self.page_size = tree.codec.page_size
         self.disable = disable
         self.metrics = metrics
-        self.hicache_enabled = lower_tiers is not None and not disable
-        self._codec = TokenCodec(page_size, is_eagle)
-        self._tree = TieredTree(
-            codec=self._codec,
-            full=full,
-            allocator=token_to_kv_pool_allocator,
-            metrics=metrics,
-            tiers=lower_tiers,
-            store_early=store_early,
-        )
+        self.hicache_enabled = tree.has_tiers and not disable
+        self.sliding_window_size = sliding_window_size
+        self.recurrent_track_interval = recurrent_track_interval
+        self._codec = tree.codec
+        self._tree = tree
+        self._insertion = Insertion(tree)
+        self._eviction = DeviceEviction(tree, metrics)
+        self._load_back = LoadBack(tree, self._eviction)
+        self._writer = StorageWriter(tree, store_early=store_early)
+        self._states = RequestStates(tree, self._eviction)
         self._prefetch = StoragePrefetch(
-            self._tree, self._codec, metrics, deadline_s=prefetch_deadline_s, clock=clock
+            tree, metrics, deadline_s=prefetch_deadline_s, clock=clock
         )
+        self._last_asker: CacheableRequest | None = None
 
     @property
     def root_node(self) -> TreeNode:
@@ -106,21 +108,35 @@ class UnifiedRadixCache:
     # -- looking up and inserting ------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest prefix of `params.key` that can be reused. Marks it as just used; may split nodes."""
-        root = self.root_node
+        """The longest prefix of `params.key` that can be reused. Marks it as just used; may split nodes.
+
+        With a recurrent component and `cow_recurrent` the request is told which state to start from.
+        """
+        root, tree = self.root_node, self._tree
+        self._last_asker = params.req if params.cow_recurrent else None
         if self.disable:
             return MatchResult(NO_SLOTS, root, root, root)
-        path = self._tree.path_of(_namespace(params.key), self._codec.encode(params.key.token_ids))
+        path = tree.path_of(_namespace(params.key), self._codec.encode(params.key.token_ids))
         num_tokens = sum(node.num_tokens for node in path)
-        hit_len = usable_prefix(self._tree.components, path, num_tokens, with_host=True)
-        device_len = usable_prefix(self._tree.components, path, hit_len, with_host=False)
-        path = self._tree.cut(path, hit_len)
-        device_path = self._tree.cut(path, device_len)
+        if params.full_only:
+            hit_len = device_len = tree.usable_full(path, num_tokens)
+        else:
+            hit_len = tree.usable(path, num_tokens, with_host=True)
+            device_len = tree.usable(path, hit_len, with_host=False)
+        path = tree.cut(path, hit_len)
+        device_path = tree.cut(path, device_len)
         device_node = device_path[-1] if device_path else root
         host_node = path[-1] if path else root
-        self._tree.touch(host_node)
-        slots = self._tree.device_slots(device_path)
+        tree.touch(host_node)
+        self._start_from(device_node)
+        slots = tree.device_slots(device_path)
         return MatchResult(slots, device_node, host_node, host_node, hit_len - device_len)
+
+    def _start_from(self, node: TreeNode) -> None:
+        """Tell the request that asked last which recurrent state belongs to the prefix that ends at `node`."""
+        slot = self._tree.state_slot(node)
+        if slot is not None and self._last_asker is not None:
+            self._last_asker.recurrent_cow_src_index = slot
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Put the whole pages of `params.key` into the tree and start their backup.
@@ -128,27 +144,14 @@ class UnifiedRadixCache:
         Node by node: what the tree has on the device stays, and the caller's slots for it are freed (but for the
         protected ones, which are the tree's own); what it has on lower tiers only, or not at all, takes the caller's.
         """
-        namespace = _namespace(params.key)
-        key = self._codec.encode(params.key.token_ids)
-        path = self._tree.path_of(namespace, key)
-        start = prefix_len = 0
-        for node in path:
-            end = start + node.num_tokens
-            slots = params.value[start:end]
-            if self._tree.on_device(node):
-                spare = slots[max(params.protected_len - start, 0) :]
-                self._tree.free_device(spare, namespace.dp_rank)
-                prefix_len = end
-            else:
-                self._tree.attach_device(node, slots)
-            start = end
-        if (rest := key[start * self._codec.token_bytes :]) != b"":
-            parent = path[-1] if path else self.root_node
-            slots = params.value[start : len(key) // self._codec.token_bytes]
-            path += self._tree.add_device_leaves(parent, namespace, rest, slots)
-        last_node = path[-1] if path else self.root_node
-        self._tree.touch(last_node)
-        self._tree.write_through(path)
+        prefix_len, last_node = self._insertion.insert(
+            _namespace(params.key),
+            self._codec.encode(params.key.token_ids),
+            params.value,
+            protected_len=params.protected_len,
+            states=params.states,
+            keep_tail=params.keep_tail,
+        )
         return InsertResult(prefix_len, last_node)
 
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
@@ -157,18 +160,19 @@ class UnifiedRadixCache:
         With `is_insert` False, kept is what was the tree's already.
         """
         committed_len = req.pop_committed_kv_cache()
+        dp_rank = req.dp_rank or 0
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :committed_len].copy()
         if self.disable:
-            self._tree.free_device(slots, req.dp_rank or 0)
+            self._tree.device.free_full(slots, dp_rank)
             return
         if not self._tree.is_current(req.last_node):
             return  # a reset came first: the engine has taken all slots back itself
         kept_len = req.cache_protected_len
         if is_insert:
-            kept_len = self._codec.aligned_len(committed_len)
             token_ids = [*req.origin_input_ids, *req.output_ids][:committed_len]
-            self._insert_request(req, token_ids, slots[:kept_len])
-        self._tree.free_device(slots[kept_len:], req.dp_rank or 0)
+            kept_len = self._codec.aligned_len(len(token_ids))
+            self._insert_request(req, token_ids, slots[:kept_len], keep_tail=True)
+        self._tree.device.free_full(slots[kept_len:], dp_rank)
         self.dec_lock_ref(req.last_node)
 
     def cache_unfinished_req(self, req: CacheableRequest) -> None:
@@ -180,7 +184,10 @@ class UnifiedRadixCache:
             req.prefix_indices = slots
             return
         kept_len = self._codec.aligned_len(num_tokens)
-        last_node = self._insert_request(req, req.fill_ids, slots[:kept_len]).last_node
+        whole_prompt = num_tokens >= len(req.origin_input_ids) + len(req.output_ids)
+        last_node = self._insert_request(
+            req, req.fill_ids, slots[:kept_len], keep_tail=whole_prompt
+        ).last_node
         self.inc_lock_ref(last_node)
         self.dec_lock_ref(req.last_node)
         tree_slots = self._tree.device_slots(last_node.path())
@@ -190,52 +197,104 @@ class UnifiedRadixCache:
         req.last_node = last_node
 
     def _insert_request(
-        self, req: CacheableRequest, token_ids: Sequence[int], device_slots: Int32Array
+        self,
+        req: CacheableRequest,
+        token_ids: Sequence[int],
+        device_slots: Int32Array,
+        *,
+        keep_tail: bool,
     ) -> InsertResult:
         key = RadixKey(token_ids, req.extra_key, req.dp_rank)
-        return self.insert(InsertParams(key, device_slots, req.cache_protected_len))
+        states = self._states.hand_over(req, len(device_slots))
+        return self.insert(
+            InsertParams(key, device_slots, req.cache_protected_len, states, keep_tail)
+        )
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `params.num_tokens` device tokens of one rank, if that many are evictable.
+        """Free at least that many Full tokens, SWA tokens and recurrent states of one rank, if as many are evictable.
 
-        The end of the least recently used path goes first, and only as many of its pages as are needed.
+        The end of the least recently used path goes first, and only as many of its pages as are needed; its SWA slots
+        and state go with it.
         """
-        return EvictResult(self._tree.evict_device(params.num_tokens, params.dp_rank))
+        rank = params.dp_rank
+        return EvictResult(
+            self._eviction.evict_full(params.num_tokens, rank),
+            self._eviction.evict_swa(params.swa_num_tokens, rank),
+            self._eviction.evict_states(params.recurrent_num, rank),
+        )
+
+    def evict_req_swa(self, req: CacheableRequest, pre_len: int, dp_rank: int = 0) -> None:
+        """Free the SWA slots of a running request's own tokens that the token at position `pre_len` no longer sees."""
+        if self.sliding_window_size is None:
+            return
+        first = max(req.cache_protected_len, req.swa_evicted_seqlen)
+        unseen = max(pre_len - self.sliding_window_size + 1, 0)
+        end = unseen // self.page_size * self.page_size
+        if end > first:
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+            self._tree.device.free_swa(row[first:end].copy(), dp_rank)
+            req.swa_evicted_seqlen = end
 
     # -- locks and sizes ---------------------------------------------------------------------------------------------
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Keep the prefix that ends at `node` on the device."""
-        return IncLockRefResult(-sum(c.lock(node) for c in self._tree.components))
+        """Keep on the device what a reader of the prefix that ends at `node` needs."""
+        return IncLockRefResult(-self._tree.lock(node))
 
     def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> int:
-        """Undo one `inc_lock_ref` of the same node; return the tokens that became evictable.
+        """Undo one `inc_lock_ref` of the same node; return the Full tokens that became evictable.
 
         Nothing happens for a node that a reset has forgotten.
         """
-        if not self._tree.is_current(node):
-            return 0
-        return sum(c.unlock(node) for c in self._tree.components)
+        return self._tree.unlock(node) if self._tree.is_current(node) else 0
 
     def evictable_size(self, dp_rank: int = 0) -> int:
-        """Device tokens of the tree that nobody keeps."""
+        """Full tokens on the device that nobody keeps."""
         return self._tree.full.device.evictable(dp_rank)
 
     def protected_size(self, dp_rank: int = 0) -> int:
-        """Device tokens of the tree that somebody keeps."""
+        """Full tokens on the device that somebody keeps."""
         return self._tree.full.device.protected(dp_rank)
 
+    def full_evictable_size(self, dp_rank: int = 0) -> int:
+        """`evictable_size`."""
+        return self.evictable_size(dp_rank)
+
+    def full_protected_size(self, dp_rank: int = 0) -> int:
+        """`protected_size`."""
+        return self.protected_size(dp_rank)
+
+    def swa_evictable_size(self, dp_rank: int = 0) -> int:
+        """SWA tokens on the device that nobody keeps."""
+        return self._tree.swa.device.evictable(dp_rank) if self._tree.swa else 0
+
+    def swa_protected_size(self, dp_rank: int = 0) -> int:
+        """SWA tokens on the device that somebody keeps."""
+        return self._tree.swa.device.protected(dp_rank) if self._tree.swa else 0
+
+    def recurrent_evictable_size(self, dp_rank: int = 0) -> int:
+        """Recurrent states on the device that nobody keeps."""
+        return self._tree.recurrent.device.evictable(dp_rank) if self._tree.recurrent else 0
+
+    def recurrent_protected_size(self, dp_rank: int = 0) -> int:
+        """Recurrent states on the device that somebody keeps."""
+        return self._tree.recurrent.device.protected(dp_rank) if self._tree.recurrent else 0
+
     def total_size(self) -> int:
-        """Device tokens of the tree, over all ranks."""
+        """Full tokens of the tree on the device, over all ranks."""
         return self._tree.full.device.total()
+
+    def supports_swa(self) -> bool:
+        """True if nodes carry sliding-window pages."""
+        return self._tree.swa is not None
 
     def supports_recurrent(self) -> bool:
         """True if nodes carry recurrent states."""
-        return False
+        return self._tree.recurrent is not None
 
     def recurrent_extra_buffer_active(self) -> bool:
-        """True if recurrent states are tracked in extra slots."""
-        return False
+        """True if the engine is to take snapshots of recurrent states in track slots."""
+        return self._tree.recurrent is not None and not self.disable
 
     # -- load-back ---------------------------------------------------------------------------------------------------
 
@@ -252,23 +311,20 @@ class UnifiedRadixCache:
         if not self.hicache_enabled or host_hit_length <= 0:
             return nothing
         path = last_host_node.path()
-        hit_len = sum(node.num_tokens for node in path)
-        hit_len = usable_prefix(self._tree.components, path, hit_len, with_host=True)
-        device_len = usable_prefix(self._tree.components, path, hit_len, with_host=False)
-        room = self._tree.device_room(last_host_node, last_host_node.namespace.dp_rank)
-        load_len = min(hit_len - device_len, room // self.page_size * self.page_size)
-        if load_len <= 0:
+        device_len = self._tree.usable(
+            path, sum(node.num_tokens for node in path), with_host=False
+        )
+        pending = self._load_back.load(path, device_len)
+        if pending is None:
             return nothing
-        loaded = self._tree.load(self._tree.cut(path, device_len + load_len), device_len)
-        if loaded is None:
-            return nothing
-        slots, pending = loaded
-        return slots, pending.node, [pending]
+        self._start_from(pending.node)
+        slots = self._tree.device_slots(pending.node.path())
+        return slots[device_len:], pending.node, [pending]
 
     def finish_load_back(self, plans: Sequence[PendingLoad]) -> None:
         """Put loaded pages into the device buffers, before the forward step that reads them is started."""
         for pending in plans:
-            self._tree.finish_load(pending)
+            self._load_back.finish(pending)
 
     # -- prefetch from storage ---------------------------------------------------------------------------------------
 
@@ -299,8 +355,8 @@ class UnifiedRadixCache:
         if self.hicache_enabled:
             self._tree.settle()
             self._prefetch.use_arrivals()
-            self._tree.keep_reserve()
-            self._tree.retry_stores()
+            self._writer.keep_reserve()
+            self._writer.retry_stores()
 
     def flush_write_through_acks(self) -> None:
         """The same, from the engine's decode rounds."""
@@ -321,12 +377,14 @@ class UnifiedRadixCache:
 
     def flush_to_storage(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting at most `deadline_s`; False if something is not there."""
-        return not self.hicache_enabled or self._tree.flush(deadline_s)
+        return not self.hicache_enabled or self._writer.flush(deadline_s)
 
     def reset(self) -> None:
         """Forget everything on device and host; storage keeps its pages. What is under way ends without effect."""
         self._tree.reset()
+        self._writer.reset()
         self._prefetch.reset()
+        self._last_asker = None
 
     def shutdown(self, deadline_s: float) -> bool:
         """Stop the workers; False if one did not end in time. What is in storage is complete at every moment."""
@@ -344,10 +402,12 @@ class UnifiedRadixCache:
         """Print the tree, a node a line, for a person."""
         for node in self._tree.tree.nodes():
             depth = sum(1 for _ in node.ancestors()) - 1
-            data = node.data[self._tree.full.index]
-            device = "device" if data.device_slots is not None else "-"
-            host = "host" if data.host_pages is not None else "-"
-            print(f"{'  ' * depth}{node} {device} {host} lock={data.device_lock}")
+            parts = [
+                f"{c.kind.value}:{'D' if c.data(node).device_slots is not None else '-'}"
+                f"{'H' if c.data(node).host_pages is not None else '-'}{c.data(node).device_lock}"
+                for c in self._tree.components
+            ]
+            print(f"{'  ' * depth}{node} {' '.join(parts)}")
 
 
 def _namespace(key: RadixKey) -> KeyNamespace:

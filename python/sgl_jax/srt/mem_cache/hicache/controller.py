@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,33 @@ class ComponentIO:
     transfer: PageTransfer
     host_pool: HostKVPool
     storage: HiCacheStorage | None = None
+
+
+@dataclass(frozen=True)
+class CompanionQuery:
+    """Pages of a component beside Full that storage may have, and how their keys follow from the Full keys."""
+
+    pages: Sequence[int]
+    derive_key: Callable[[PageKey], PageKey]
+
+
+@dataclass(frozen=True)
+class StorageQuery:
+    """What to look up of a prompt: the Full pages whose `tokens` follow `parent`, from page `first_page` on, and the
+    companions of pages that have a Full key. `known_keys`: Full keys of the pages before `first_page`, needed only for
+    companions."""
+
+    hasher: PageHasher
+    first_page: int
+    parent: PageKey | None
+    tokens: bytes
+    known_keys: Sequence[PageKey] = ()
+    companions: Mapping[ComponentKind, CompanionQuery] = field(default_factory=dict)
+
+    @property
+    def num_asked(self) -> int:
+        """Full pages asked for."""
+        return len(self.tokens) // self.hasher.page_token_bytes
 
 
 class TransferFuture:
@@ -129,7 +156,7 @@ class HiCacheController:
         self._executor = executor
         self._max_backup_bytes = max_backup_bytes
         self._pending: dict[TransferId, _Pending] = {}
-        self._lookups: dict[TransferId, ComponentKind] = {}
+        self._lookups: dict[TransferId, int] = {}  # -> Full pages asked for
         self._given_up: dict[ComponentKind, set[int]] = {kind: set() for kind in io}
         self._settled: list[Settled] = []
         self._backup_bytes = 0
@@ -280,21 +307,26 @@ class HiCacheController:
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))
         return future
 
-    def lookup(
-        self, kind: ComponentKind, hasher: PageHasher, parent: PageKey | None, tokens: bytes
-    ) -> TransferId:
-        """Ask storage how many of the whole pages in `tokens` it has, from the first on. Hashes on the worker."""
-        storage = self._storage(kind)
+    def lookup(self, query: StorageQuery) -> TransferId:
+        """Ask storage what it has of a prompt. Hashes on the worker."""
+        storages = {kind: self._storage(kind) for kind in (ComponentKind.FULL, *query.companions)}
         transfer_id = self._new_id()
-        self._lookups[transfer_id] = kind
+        self._lookups[transfer_id] = query.num_asked
 
-        def run() -> tuple[PageKey, ...]:
-            page_keys = hasher.chain(parent, tokens)
-            for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
-                there = storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
-                if not all(there):
-                    return tuple(page_keys[: first + there.index(False)])
-            return tuple(page_keys)
+        def run() -> dict[ComponentKind, dict[int, PageKey]]:
+            first = query.first_page
+            new_keys = query.hasher.chain(query.parent, query.tokens)
+            num_found = _leading(storages[ComponentKind.FULL], new_keys)
+            found = {ComponentKind.FULL: dict(enumerate(new_keys[:num_found], start=first))}
+            full_keys = [*query.known_keys, *new_keys[:num_found]]
+            for kind, companion in query.companions.items():
+                pages = [page for page in companion.pages if page < len(full_keys)]
+                keys = [companion.derive_key(full_keys[page]) for page in pages]
+                there = _existing(storages[kind], keys)
+                found[kind] = {
+                    p: k for p, k, ok in zip(pages, keys, there, strict=True) if ok
+                }
+            return found
 
         self._executor.submit_io(IoJob(transfer_id, run, IoLane.READ))
         return transfer_id
@@ -452,11 +484,11 @@ class HiCacheController:
                 self._settle(completion)
 
     def _settle_lookup(self, completion: Completion) -> None:
-        kind = self._lookups.pop(completion.transfer_id)
-        page_keys = completion.value if completion.error is None else ()
+        num_asked = self._lookups.pop(completion.transfer_id)
+        found = completion.value if completion.error is None else {}
         self._settled.append(
             LookupResult(
-                completion.transfer_id, kind, page_keys, completion.error, completion.seconds
+                completion.transfer_id, found, num_asked, completion.error, completion.seconds
             )
         )
 
@@ -499,6 +531,23 @@ class HiCacheController:
         gone = gone[~pool.is_locked(gone)]
         given_up.difference_update(gone.tolist())
         pool.free(gone)
+
+
+def _existing(storage: HiCacheStorage, page_keys: Sequence[PageKey]) -> list[bool]:
+    """Which of the pages storage has."""
+    there: list[bool] = []
+    for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
+        there += storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
+    return there
+
+
+def _leading(storage: HiCacheStorage, page_keys: Sequence[PageKey]) -> int:
+    """How many pages storage has from the first on."""
+    for first in range(0, len(page_keys), STORAGE_BATCH_PAGES):
+        there = storage.exists(page_keys[first : first + STORAGE_BATCH_PAGES])
+        if not all(there):
+            return first + there.index(False)
+    return len(page_keys)
 
 
 def describe(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .components.base import BackupPlan, PrefetchPlan, StorePlan, TreeComponent
 from .controller import HiCacheController, LoadFuture
+from .host_pool.base import HostKVPool
 from .metrics import HiCacheMetrics
 from .tree_node import TreeNode
 from .types import ComponentKind, LookupResult, Tier, TransferKind, TransferResult
@@ -31,17 +32,21 @@ CLEAN_RESERVE = 0.25
 """Share of the host pool that write-back keeps free or stored, so that eviction finds pages it may drop at once."""
 
 
+NodePart = tuple[TreeNode, TreeComponent]
+"""What one component keeps on one node."""
+
+
 @dataclass
 class Settlement:
-    """What ended since the last poll.
+    """What ended since the last poll, in order.
 
-    backed_up: nodes whose host copy is complete now; lost: nodes whose copy failed; unstored: nodes of which storage
-    did not take every page; look-ups and fetches are passed on.
+    backed_up: whose host copy is complete now; lost: whose copy failed; unstored: of which storage did not take every
+    page; look-ups and fetches are passed on.
     """
 
-    backed_up: dict[TreeNode, TreeComponent] = field(default_factory=dict)
-    lost: dict[TreeNode, TreeComponent] = field(default_factory=dict)
-    unstored: dict[TreeNode, None] = field(default_factory=dict)
+    backed_up: dict[NodePart, None] = field(default_factory=dict)
+    lost: dict[NodePart, None] = field(default_factory=dict)
+    unstored: dict[NodePart, None] = field(default_factory=dict)
     lookups: list[LookupResult] = field(default_factory=list)
     fetches: list[TransferResult] = field(default_factory=list)
 
@@ -76,6 +81,10 @@ class LowerTiers:
         self._metrics = metrics
         controller.report(metrics)
 
+    def host_pool(self, kind: ComponentKind) -> HostKVPool:
+        """The host pool of a component."""
+        return self.controller.host_pool(kind)
+
     # -- backup ------------------------------------------------------------------------------------------------------
 
     def has_room(self, kind: ComponentKind, num_pages: int) -> bool:
@@ -102,31 +111,45 @@ class LowerTiers:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def find_victims(self, kind: ComponentKind, num_pages: int) -> HostVictims:
-        """Choose whose host pages go so that `num_pages` are free, as far as possible. Frees nothing itself.
+    def find_victims(self, component: TreeComponent, num_pages: int) -> HostVictims:
+        """Choose whose host pages of a component go so that `num_pages` are free, as far as possible. Frees nothing.
 
         First the least recently used nodes that are on the device too (nothing is lost), then nodes whose pages storage
-        has or, when no storage can take them, that nothing can save. Nodes in transfer and nodes with children below
-        are passed over. Of a host-only node only as many pages go as are needed, from its end.
+        has or, when no storage can take them, that nothing can save. Nodes in transfer are passed over. A node that
+        loses its last Full pages leaves the tree with all that is on it: those must be leaves, all of it must be
+        stored, and only as many pages go as are needed, from its end.
         """
-        component, pool = self._components[kind], self.controller.host_pool(kind)
+        kind = component.kind
+        pool, is_full = self.controller.host_pool(kind), kind is ComponentKind.FULL
         short = num_pages - pool.num_free
         clean: list[HostVictim] = []
         dirty: list[TreeNode] = []
         limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
-        writable = self.controller.storage_writable(kind)
-        for node in component.host.oldest_mirrors(limit) + self._oldest_leaves(component, limit):
-            pages = node.data[component.index].host_pages
+        sole = self._oldest_leaves(component, limit) if is_full else component.host.oldest_sole(limit)
+        for node in component.host.oldest_mirrors(limit) + sole:
+            pages = component.data(node).host_pages
             if short <= 0 or pages is None:
                 break
-            on_device = node.data[component.index].device_slots is not None
-            if writable and not on_device and not component.host.stored[pages].all():
+            on_device = component.data(node).device_slots is not None
+            if not on_device and not self._expendable(component, node):
                 dirty.append(node)
             elif not pool.is_locked(pages).any():
                 # A node on the device is not cut: that would change its place in the order of device eviction.
-                clean.append(HostVictim(node, 0 if on_device else max(len(pages) - short, 0)))
+                cut = is_full and not on_device
+                clean.append(HostVictim(node, max(len(pages) - short, 0) if cut else 0))
                 short -= len(pages)
         return HostVictims(tuple(clean), tuple(dirty))
+
+    def _expendable(self, component: TreeComponent, node: TreeNode) -> bool:
+        """True if storage has, or can not take, what would be lost with the node's pages of this component."""
+        leaving = self._components.values() if component.kind is ComponentKind.FULL else (component,)
+        return not any(
+            pages is not None
+            and self.controller.storage_writable(lost.kind)
+            and not lost.host.stored[pages].all()
+            for lost in leaving
+            for pages in (lost.data(node).host_pages,)
+        )
 
     def _oldest_leaves(self, component: TreeComponent, limit: int) -> list[TreeNode]:
         """The leaves among the oldest host-only nodes. A node with children can not leave before them and was used no
@@ -140,16 +163,15 @@ class LowerTiers:
             if leaves or len(oldest) < limit:
                 return leaves
 
-    def oldest_unstored(self, kind: ComponentKind) -> list[TreeNode]:
+    def oldest_unstored(self, component: TreeComponent) -> list[TreeNode]:
         """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""
-        pool = self.controller.host_pool(kind)
+        pool = self.controller.host_pool(component.kind)
         want = int(pool.num_pages * CLEAN_RESERVE) - pool.num_free
-        component = self._components[kind]
         found: list[TreeNode] = []
-        if want <= 0 or not self.controller.storage_writable(kind):
+        if want <= 0 or not self.controller.storage_writable(component.kind):
             return found
         for node in component.host.oldest_sole(VICTIMS_LOOKED_AT):
-            pages = node.data[component.index].host_pages
+            pages = component.data(node).host_pages
             if want <= 0 or pages is None:
                 break
             want -= len(pages)
@@ -160,13 +182,13 @@ class LowerTiers:
     def drop_host(self, component: TreeComponent, node: TreeNode) -> None:
         """Take the node's host pages, whatever uses them now: a transfer under way keeps them until it ends."""
         pages = component.host.detach(node)
-        node.data[component.index].in_storage = bool(component.host.stored[pages].all())
+        component.data(node).in_storage = bool(component.host.stored[pages].all())
         self._count_dropped(component, node, pages)
         self.controller.evict_callback(component.kind, pages)
 
-    def give_up(self, component: TreeComponent, host_pages: Int32Array) -> None:
+    def give_up(self, kind: ComponentKind, host_pages: Int32Array) -> None:
         """Give back host pages that no node owns."""
-        self.controller.evict_callback(component.kind, host_pages)
+        self.controller.evict_callback(kind, host_pages)
 
     # -- storage -----------------------------------------------------------------------------------------------------
 
@@ -176,12 +198,17 @@ class LowerTiers:
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def load(self, plan: PrefetchPlan, device_pages: Int32Array, dp_rank: int) -> LoadFuture | None:
-        """Bring the plan's host pages to the device and wait for them. None if that failed or took too long."""
-        future = self.controller.load(plan.component, device_pages, plan.host_pages, dp_rank)
-        if not self.controller.wait(future, LOAD_TIMEOUT_S):
-            return None
-        return future if future.result is not None and future.result.ok else None
+    def load(self, plan: PrefetchPlan, device_pages: Int32Array, dp_rank: int) -> LoadFuture:
+        """Start bringing the plan's host pages to the device."""
+        return self.controller.load(plan.component, device_pages, plan.host_pages, dp_rank)
+
+    def wait_loads(self, futures: Sequence[LoadFuture]) -> bool:
+        """Wait for loads; False if one failed or took too long."""
+        deadline = self.controller.now_s() + LOAD_TIMEOUT_S
+        for future in futures:
+            if not self.controller.wait(future, deadline - self.controller.now_s()):
+                return False
+        return all(future.result is not None and future.result.ok for future in futures)
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +227,8 @@ class LowerTiers:
                 pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
                 component.host.storing[pages] = False
                 component.host.stored[pages[ok]] = True
-                settlement.unstored.update(component.host.owners(pages[~ok].tolist()))
+                for node in component.host.owners(pages[~ok].tolist()):
+                    settlement.unstored[node, component] = None
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
         self.controller.report(self._metrics)
@@ -212,15 +240,14 @@ class LowerTiers:
         """Every fragment that the node was cut into since is looked at: pages know their owners."""
         failed = [p for p, ok in zip(result.host_pages, result.ok_pages, strict=True) if not ok]
         lost = component.host.owners(failed)
-        settlement.lost.update(dict.fromkeys(lost, component))
         for node in component.host.owners(result.host_pages):
-            if node not in lost:
-                settlement.backed_up[node] = component
+            ended = settlement.lost if node in lost else settlement.backed_up
+            ended[node, component] = None
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _count_dropped(self, component: TreeComponent, node: TreeNode, pages: Int32Array) -> None:
         self._metrics.evicted(Tier.HOST, len(pages))
-        if node.data[component.index].device_slots is None:
+        if component.data(node).device_slots is None:
             lost = int(len(pages) - component.host.stored[pages].sum())
             self._metrics.dropped(Tier.HOST, lost)

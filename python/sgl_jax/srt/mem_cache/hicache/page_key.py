@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .types import PageKey
@@ -156,3 +157,26 @@ class PageHasher:
             frame_int(token_bytes),
         )
         return b"".join(fields) + _LENGTH.pack(self.page_token_bytes)
+
+
+def companion_key(namespace: StorageNamespace) -> Callable[[PageKey], PageKey]:
+    """How a component that is kept beside the Full pages (a sliding window, a recurrent state) names a page.
+
+    companion_key = sha256(full_key, model_id, model_version, page_size, kv_dtype, sha256(layout_id)), framed like a page
+    key: it hangs off the Full page of the same tokens, whose key says who may share it. One hash instead of a chain.
+    """
+    middle = b"".join(
+        (
+            frame_text(namespace.model_id),
+            frame_text(namespace.model_version),
+            frame_int(namespace.page_size),
+            frame_text(namespace.kv_dtype),
+            frame(layout_digest(namespace.layout_id)),
+        )
+    )
+    before = _LENGTH.pack(KEY_BYTES)
+
+    def derive(full_key: PageKey) -> PageKey:
+        return PageKey(hashlib.sha256(b"".join((before, full_key, middle))).digest())
+
+    return derive

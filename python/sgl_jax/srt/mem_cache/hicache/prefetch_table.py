@@ -1,6 +1,6 @@
 """Storage prefetches of waiting requests: one per request, from arrival to admission.
 
-    LOOKUP -> FETCH (in chunks, used in order as they arrive) -> ENDED
+    LOOKUP -> FETCH (in chunks, used in order as they arrive; again if some could not be read) -> ENDED
 
 A prefetch only ever holds transfers in flight; pages that arrived belong to the tree at once, whether or not the
 request still wants them. So an aborted request has nothing to give back but its entry here. Transfers are known by
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .tree_node import KeyNamespace
-from .types import PageKey, TransferId, TransferResult
+from .types import ComponentKind, PageKey, TransferId, TransferResult
 
 
 class PrefetchState(enum.Enum):
@@ -26,25 +26,32 @@ class PrefetchState(enum.Enum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True)
+class FetchChunk:
+    """Pages of one component that one read brings; `pages` are their numbers in the prompt, ascending."""
+
+    component: ComponentKind
+    pages: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Prefetch:
     """One request's question to storage.
 
-    `key` is the prompt's whole pages; pages before `first_page` were in the tree when it was asked. `loaded` is the
-    half-open token range of the prompt that this prefetch brought into the tree.
+    `key` is the prompt's whole pages. `found` says, per component, which of them storage has (page number -> key), less
+    what turned out not to be readable; `num_rounds` how often reads were planned from it. `loaded` is the half-open
+    token range of the prompt whose Full pages this prefetch brought into the tree.
     """
 
     rid: str
     namespace: KeyNamespace
     key: bytes
-    first_page: int
     state: PrefetchState = PrefetchState.LOOKUP
-    page_keys: tuple[PageKey, ...] = ()
-    chunks: deque[TransferId] = field(default_factory=deque)
+    found: dict[ComponentKind, dict[int, PageKey]] = field(default_factory=dict)
+    num_rounds: int = 0
+    chunks: deque[tuple[TransferId, FetchChunk]] = field(default_factory=deque)
     arrived: dict[TransferId, TransferResult] = field(default_factory=dict)
-    next_page: int = 0
-    broken: bool = False
-    loaded: tuple[int, int] = (0, 0)
+    loaded: tuple[int, int] | None = None
     asked_at_s: float | None = None
     timed_out: bool = False
     waited_s: float = 0.0
@@ -65,7 +72,6 @@ class PrefetchTable:
 
     def start(self, prefetch: Prefetch, lookup: TransferId) -> None:
         """Register a prefetch whose look-up was submitted as `lookup`."""
-        prefetch.next_page = prefetch.first_page
         self._by_rid[prefetch.rid] = prefetch
         self._by_transfer[lookup] = prefetch
 
@@ -97,27 +103,26 @@ class PrefetchTable:
         """The prefetch that an ended look-up belongs to, once."""
         return self._by_transfer.pop(lookup, None)
 
-    def fetching(self, prefetch: Prefetch, fetch: TransferId) -> None:
+    def fetching(self, prefetch: Prefetch, fetch: TransferId, chunk: FetchChunk) -> None:
         """A chunk of its pages was submitted as `fetch`; chunks are used in the order of these calls."""
         prefetch.state = PrefetchState.FETCH
-        prefetch.chunks.append(fetch)
+        prefetch.chunks.append((fetch, chunk))
         self._by_transfer[fetch] = prefetch
 
-    def arrived(self, result: TransferResult) -> tuple[Prefetch | None, list[TransferResult]]:
-        """Note an ended chunk; return its prefetch and the chunks that can be used now, in order."""
+    def of_fetch(self, result: TransferResult) -> Prefetch | None:
+        """The prefetch that an ended read belongs to, once; `usable` hands the read out in its turn."""
         prefetch = self._by_transfer.pop(result.transfer_id, None)
-        if prefetch is None:
-            return None, [result]
-        prefetch.arrived[result.transfer_id] = result
-        usable = []
-        while prefetch.chunks and prefetch.chunks[0] in prefetch.arrived:
-            usable.append(prefetch.arrived.pop(prefetch.chunks.popleft()))
-        return prefetch, usable
+        if prefetch is not None:
+            prefetch.arrived[result.transfer_id] = result
+        return prefetch
 
-    def end_if_idle(self, prefetch: Prefetch) -> None:
-        """No chunk is left: the prefetch has ended."""
-        if not prefetch.chunks:
-            prefetch.state = PrefetchState.ENDED
+    def usable(self, prefetch: Prefetch) -> list[tuple[FetchChunk, TransferResult]]:
+        """The chunks that can be used now, in order, each once."""
+        usable = []
+        while prefetch.chunks and prefetch.chunks[0][0] in prefetch.arrived:
+            fetch, chunk = prefetch.chunks.popleft()
+            usable.append((chunk, prefetch.arrived.pop(fetch)))
+        return usable
 
     def clear(self) -> None:
         """Forget everything (the tree was reset); results still to come belong to no one."""

@@ -71,6 +71,9 @@ class RadixTree:
         cut = num_tokens * self.codec.token_bytes
         slot = self._child_key(parent, node.namespace, node.key, 0)
         upper = self._new_node(parent, node.namespace, node.key[:cut])
+        if node.page_keys is not None:
+            num_pages = num_tokens // self.codec.page_size
+            upper.page_keys, node.page_keys = node.page_keys[:num_pages], node.page_keys[num_pages:]
         parent.children[slot] = upper
         node.key = node.key[cut:]
         node.num_tokens -= num_tokens

@@ -25,22 +25,23 @@ class KeyNamespace:
 class ComponentData:
     """One component's part of a node.
 
-    device_slots: int32[num_tokens] or None; host_pages: int32[num_pages] or None (their bytes may still be on the way:
-    the host pool knows); page_keys: storage keys of the node's pages, computed once; device_lock: how many users keep
-    the device part; in_storage: storage had every page when the host copy was dropped (a hint, for a flush).
+    device_slots: int32[n] or None (a token slot for each token, or the one state slot); host_pages: int32[num_pages] or
+    None (their bytes may still be on the way: the host pool knows); device_lock: how many users keep the device part;
+    in_storage: storage had every page when the host copy was dropped (a hint, for a flush); kept: worth a host copy.
     """
 
     device_slots: Int32Array | None = None
     host_pages: Int32Array | None = None
-    page_keys: list[PageKey] | None = None
     device_lock: int = 0
     in_storage: bool = False
+    kept: bool = False
 
 
 class TreeNode:
-    """A run of whole pages below `parent`. `key` is the encoded tokens of the run (see `token_key`)."""
+    """A run of whole pages below `parent`. `key` is the encoded tokens of the run (see `token_key`); `page_keys` are the
+    storage keys of its pages, computed when they are first needed."""
 
-    __slots__ = ("children", "data", "id", "key", "namespace", "num_tokens", "parent")
+    __slots__ = ("children", "data", "id", "key", "namespace", "num_tokens", "page_keys", "parent")
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class TreeNode:
         self.namespace = namespace
         self.key = key
         self.num_tokens = num_tokens
+        self.page_keys: list[PageKey] | None = None
         self.children: dict[Hashable, TreeNode] = {}
         self.data = [ComponentData() for _ in range(num_components)]
 

@@ -6,7 +6,7 @@ engine may pass its own classes of the same names: only attributes are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,12 +76,15 @@ class InsertParams:
     """`value`: int32[len(key)] token slots that hold the key's KV.
 
     The first `protected_len` of them are the tree's own already (a matched prefix); of the rest the tree keeps what it
-    lacks and frees what it has.
+    lacks and frees what it has. `states`: recurrent states that the tree takes over or frees, as (tokens consumed,
+    state slot). `keep_tail`: a later prompt may continue where the key ends, so its last window is worth keeping.
     """
 
     key: RadixKey
     value: Int32Array
     protected_len: int = 0
+    states: Sequence[tuple[int, int]] = ()
+    keep_tail: bool = True
 
 
 class InsertResult(NamedTuple):
@@ -103,9 +106,11 @@ class EvictParams:
 
 @dataclass(frozen=True)
 class EvictResult:
-    """How many tokens were really freed."""
+    """How many Full tokens, SWA tokens and recurrent states were really freed."""
 
     num_tokens: int
+    swa_num_tokens: int = 0
+    recurrent_num: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ bytes and `_s` seconds.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
@@ -114,11 +115,14 @@ class TransferResult:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """What storage has of a run of pages: the keys of the leading pages that exist (a hint, see `exists`)."""
+    """What storage has of a prompt (a hint, see `exists`): of each component, page number -> key.
+
+    Of the Full pages those in an unbroken run from the first that was asked for; `num_asked` Full pages were.
+    """
 
     transfer_id: TransferId
-    component: ComponentKind
-    page_keys: tuple[PageKey, ...]
+    found: Mapping[ComponentKind, Mapping[int, PageKey]]
+    num_asked: int
     error: str | None
     seconds: float
 

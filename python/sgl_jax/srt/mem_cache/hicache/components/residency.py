@@ -22,10 +22,10 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class DeviceResidency:
-    """The nodes that hold device slots of one component.
+    """The nodes that hold device slots of one component. Sizes are in its slots: tokens, or states.
 
-    D1: a node is in its rank's order exactly if it has slots and no lock. D2: per rank, `evictable` is the tokens of
-    the nodes in the order and `protected` the tokens of the locked ones.
+    D1: a node is in its rank's order exactly if it has slots and no lock. D2: per rank, `evictable` is the slots of
+    the nodes in the order and `protected` the slots of the locked ones.
     """
 
     def __init__(self, index: int, num_ranks: int) -> None:
@@ -35,13 +35,13 @@ class DeviceResidency:
         self._protected = [0] * num_ranks
 
     def attach(self, node: TreeNode, device_slots: Int32Array) -> None:
-        """`node` gains slots (its own copy, int32[num_tokens]) and becomes the youngest."""
+        """`node` gains slots (its own copy, int32[n]) and becomes the youngest."""
         data = self._data(node)
         data.device_slots = device_slots
         if data.device_lock:
-            self._protected[self._rank(node)] += node.num_tokens
+            self._protected[self._rank(node)] += len(device_slots)
         else:
-            self._enter(node)
+            self._enter(node, len(device_slots))
 
     def detach(self, node: TreeNode) -> Int32Array:
         """`node` (not locked) loses its slots; the caller frees them."""
@@ -51,32 +51,34 @@ class DeviceResidency:
             raise InvariantError(f"{node!r} cannot leave the device: lock {data.device_lock}")
         data.device_slots = None
         del self._order[self._rank(node)][node]
-        self._evictable[self._rank(node)] -= node.num_tokens
+        self._evictable[self._rank(node)] -= len(slots)
         return slots
 
     def lock(self, node: TreeNode) -> int:
-        """Keep `node` on the device; return the tokens that stopped being evictable."""
+        """Keep `node` on the device; return the slots that stopped being evictable. A node without slots is locked all
+        the same, so that what it gains later is kept too and every unlock has its lock."""
         data = self._data(node)
         data.device_lock += 1
         if data.device_lock > 1 or data.device_slots is None:
             return 0
-        rank = self._rank(node)
+        rank, num_slots = self._rank(node), len(data.device_slots)
         del self._order[rank][node]
-        self._evictable[rank] -= node.num_tokens
-        self._protected[rank] += node.num_tokens
-        return node.num_tokens
+        self._evictable[rank] -= num_slots
+        self._protected[rank] += num_slots
+        return num_slots
 
     def unlock(self, node: TreeNode) -> int:
-        """Undo one `lock`; return the tokens that became evictable. The node is then the youngest."""
+        """Undo one `lock`; return the slots that became evictable. The node is then the youngest."""
         data = self._data(node)
         if data.device_lock < 1:
             raise InvariantError(f"{node!r} is unlocked more often than locked")
         data.device_lock -= 1
         if data.device_lock or data.device_slots is None:
             return 0
-        self._protected[self._rank(node)] -= node.num_tokens
-        self._enter(node)
-        return node.num_tokens
+        num_slots = len(data.device_slots)
+        self._protected[self._rank(node)] -= num_slots
+        self._enter(node, num_slots)
+        return num_slots
 
     def touch(self, node: TreeNode) -> None:
         """`node` was used: it is the youngest, if it is in the order at all."""
@@ -104,15 +106,15 @@ class DeviceResidency:
         return next(iter(self._order[dp_rank]), None)
 
     def evictable(self, dp_rank: int) -> int:
-        """Tokens that may leave."""
+        """Slots that may leave."""
         return self._evictable[dp_rank]
 
     def protected(self, dp_rank: int) -> int:
-        """Tokens that are locked."""
+        """Slots that are locked."""
         return self._protected[dp_rank]
 
     def total(self) -> int:
-        """Tokens on the device, over all ranks."""
+        """Slots on the device, over all ranks."""
         return sum(self._evictable) + sum(self._protected)
 
     def clear(self) -> None:
@@ -135,11 +137,10 @@ class DeviceResidency:
                 raise InvariantError(f"D1: {node!r} in order: {ordered}, lock {data.device_lock}")
             if data.device_slots is None:
                 continue
-            if len(data.device_slots) != node.num_tokens:
-                raise InvariantError(f"{node!r} has {len(data.device_slots)} slots")
-            (evictable if ordered else protected)[rank] += node.num_tokens
+            num_slots = len(data.device_slots)
+            (evictable if ordered else protected)[rank] += num_slots
             slots = set(data.device_slots.tolist())
-            if len(slots) != node.num_tokens or slots & seen[rank]:
+            if len(slots) != num_slots or slots & seen[rank]:
                 raise InvariantError(f"{node!r} shares slots: {sorted(slots & seen[rank])[:8]}")
             seen[rank] |= slots
         if num_ordered != sum(map(len, self._order)):
@@ -150,10 +151,10 @@ class DeviceResidency:
                 f"protected {protected} counted {self._protected}"
             )
 
-    def _enter(self, node: TreeNode) -> None:
+    def _enter(self, node: TreeNode, num_slots: int) -> None:
         rank = self._rank(node)
         self._order[rank][node] = None
-        self._evictable[rank] += node.num_tokens
+        self._evictable[rank] += num_slots
 
     def _data(self, node: TreeNode) -> ComponentData:
         return node.data[self._index]

@@ -1,0 +1,127 @@
+"""Decides when pages go to storage: early with their host copy, or late; again if it refused; all at a flush."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from .components.base import TreeComponent
+from .lower_tiers import Settlement
+from .tiered_tree import TieredTree
+from .tree_node import TreeNode
+from .types import ComponentKind
+
+STORE_RETRY_S = 1.0
+STORE_RETRY_NODES = 64
+STORE_RETRIES = 3
+"""What storage did not take is written again: so many nodes at a time, not more often than that, and no node more often
+than that; a flush, its eviction or a longer prompt try once more."""
+
+
+class StorageWriter:
+    """Writing of one tree's pages. `store_early`: storage gets a page as soon as its host copy is complete
+    (write_through), else when the page is to leave the host. Scheduler thread only; only `flush` waits."""
+
+    def __init__(self, tree: TieredTree, *, store_early: bool) -> None:
+        self._tree = tree
+        self._store_early = store_early
+        self._unstored: dict[tuple[TreeNode, TreeComponent], int] = {}  # -> times storage refused
+        self._retry_at_s = 0.0
+        tree.subscribe(self._on_settled)
+
+    def _on_settled(self, settlement: Settlement) -> None:
+        tree = self._tree
+        if not self._store_early or not tree.has_storage:
+            return
+        for refused in settlement.unstored:
+            self._unstored[refused] = self._unstored.get(refused, 0) + 1
+            self._retry_at_s = tree.tiers.controller.now_s() + STORE_RETRY_S
+        for node, component in settlement.backed_up:
+            if not self._writable(component.kind):
+                self._unstored.setdefault((node, component), 0)
+            elif node.parent is not None:
+                tree.write_back(component, node)
+
+    def keep_reserve(self) -> None:
+        """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
+        only if something changed since it last found nothing to do."""
+        tree = self._tree
+        if self._store_early or not tree.host_only_changed or not tree.has_storage:
+            return
+        tree.host_only_changed = False
+        for component in tree.components:
+            for node in tree.tiers.oldest_unstored(component):
+                tree.host_only_changed |= tree.write_back(component, node)
+
+    def retry_stores(self) -> None:
+        """With the early policy: write again what storage did not take, a few nodes at a time."""
+        now_s = self._tree.tiers.controller.now_s() if self._unstored else 0.0
+        if not self._unstored or now_s < self._retry_at_s:
+            return
+        self._retry_at_s = now_s + STORE_RETRY_S
+        for refused in list(islice(self._unstored, STORE_RETRY_NODES)):
+            node, component = refused
+            if not self._writable(component.kind):
+                continue
+            num_refusals = self._unstored.pop(refused)
+            if node.parent is None or num_refusals > STORE_RETRIES:
+                continue
+            if self._tree.write_back(component, node):
+                self._unstored[refused] = num_refusals
+
+    def flush(self, deadline_s: float) -> bool:
+        """Bring everything into storage, waiting for it; True if that was done in time.
+
+        Works in waves, parents first: what the host has is written, what the host lacks is backed up as far as there
+        is room, and what was written makes room for the next wave. Tries also a storage that failed a moment ago; ends
+        early when a wave gets nowhere. Nothing that ended is left unsettled.
+        """
+        tree = self._tree
+        if not tree.has_storage:
+            return True
+        deadline = tree.tiers.controller.now_s() + deadline_s
+        num_missing, num_backups = -1, 0
+        while self._wait_until_down(deadline):
+            missing = [
+                (component, node)
+                for node in tree.tree.nodes()
+                for component in tree.components
+                if not self._is_stored(component, node)
+            ]
+            if not missing:
+                return True
+            if len(missing) == num_missing and not num_backups:
+                return False
+            num_missing = len(missing)
+            # Written first: pages on their way to storage are not dropped to make room for the others.
+            for component, node in missing:
+                tree.write_back(component, node)
+            num_backups = sum(
+                node.parent is not None and bool(tree.backup(component, node))
+                for component, node in missing
+            )
+        return False
+
+    def reset(self) -> None:
+        """Forget what is to be written."""
+        self._unstored.clear()
+
+    def _wait_until_down(self, deadline: float) -> bool:
+        """Wait for the backups and stores under way, but not for reads; False at the deadline."""
+        controller = self._tree.tiers.controller
+        while controller.num_moving_down:
+            remaining_s = deadline - controller.now_s()
+            if remaining_s <= 0:
+                break
+            controller.wait_any(remaining_s)
+            self._tree.settle()
+        return not controller.num_moving_down
+
+    def _is_stored(self, component: TreeComponent, node: TreeNode) -> bool:
+        """True if storage has what the node's component keeps, or there is nothing to keep."""
+        data = component.data(node)
+        if data.host_pages is not None:
+            return bool(component.host.stored[data.host_pages].all())
+        return data.in_storage or data.device_slots is None or not component.wants_host_copy(node)
+
+    def _writable(self, kind: ComponentKind) -> bool:
+        return self._tree.tiers.controller.storage_writable(kind)
