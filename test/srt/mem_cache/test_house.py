@@ -18,7 +18,7 @@ PACKAGE = "sgl_jax.srt.mem_cache"
 
 # Lowest first. A module may import from its own layer and from every layer before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("hicache.errors", "hicache.types"),
+    ("hicache.errors", "hicache.types", "hicache.byte_size"),
     ("hicache.config", "hicache.contract", "hicache.token_key", "hicache.page_key"),
     ("hicache.memory_budget", "hicache.tree_node"),
     ("hicache.tree_types", "hicache.radix_tree"),

@@ -56,7 +56,7 @@ def test_every_flag_sets_its_field(tmp_path: Path) -> None:
         *("--hicache-storage-path", str(tmp_path)),
         *("--hicache-write-policy", "write_through_and_back"),
         *("--hicache-async-impl", "future", "--hicache-host-scheme", "slab"),
-        *("--hicache-prefetch-deadline-s", "1.5"),
+        *("--hicache-prefetch-deadline-s", "1.5", "--hicache-storage-max-bytes", "10GiB"),
     )
     assert config == HiCacheConfig(
         storage=StorageKind.FILE,
@@ -66,6 +66,7 @@ def test_every_flag_sets_its_field(tmp_path: Path) -> None:
         async_impl=AsyncImpl.FUTURE,
         host_scheme=HostScheme.SLAB,
         prefetch_deadline_s=1.5,
+        storage_max_bytes=10 * 2**30,
     )
     assert config.has_storage
 
@@ -103,6 +104,7 @@ def test_a_number_must_be_finite_and_positive(flag: str, value: str) -> None:
         ("--hicache-storage-path", "somewhere"),
         ("--hicache-write-policy", "write_through"),
         ("--hicache-prefetch-deadline-s", "1"),
+        ("--hicache-storage-max-bytes", "0"),
     ],
 )
 def test_a_flag_about_files_is_refused_without_files(flag: str, value: str) -> None:
@@ -155,6 +157,19 @@ def test_help_says_that_none_is_not_off(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.split())
     assert "none = device and host memory only (L1 + L2)" in text
     assert "without this flag HiCache is off" in text
+
+
+@pytest.mark.parametrize("value", ["-1", "ten", "", "1.5XB", "nan", "1e9", "10 GiB more"])
+def test_a_size_is_a_number_of_bytes_with_a_unit(value: str) -> None:
+    message = refusal("--hicache-storage", "file", f"--hicache-storage-max-bytes={value}")
+    assert message.startswith("--hicache-storage-max-bytes")
+    assert "10GiB" in message
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "10GiB", None])
+def test_a_size_given_in_code_is_an_int(value: Any) -> None:
+    with pytest.raises(HiCacheConfigError, match="--hicache-storage-max-bytes"):
+        HiCacheConfig(storage_max_bytes=value)
 
 
 def test_an_unknown_home_is_refused() -> None:

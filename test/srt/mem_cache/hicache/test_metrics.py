@@ -32,6 +32,9 @@ STATS = StorageStats(
     corrupt_gets=6,
     corrupt=6,
     read_errors=7,
+    evicted=8,
+    bytes_held=9,
+    max_bytes=10,
 )
 
 
@@ -191,7 +194,20 @@ def test_storage_counters_follow_snapshots(
     assert reads == {"hit": 10, "miss": 5, "corrupt": 6, "error": 7}
     assert writes == {"written": 1, "present": 2, "error": 3}
     assert after['storage_available{component="full"}'] == 0
+    assert after["storage_evicted_pages_total"] == 8
+    assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (9, 10)
     assert after['storage_reads_total{component="swa",outcome="hit"}'] == 0
+
+
+def test_components_in_one_folder_add_evictions_and_share_its_size(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    metrics.storage(FULL, STATS)
+    metrics.storage(ComponentKind.SWA, replace(STATS, evicted=3, bytes_held=7))
+    metrics.storage(ComponentKind.RECURRENT, StorageStats())
+    after = samples(registry)
+    assert after["storage_evicted_pages_total"] == 11
+    assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (7, 10)
 
 
 def test_a_look_up_counts_what_was_asked_and_what_was_there(

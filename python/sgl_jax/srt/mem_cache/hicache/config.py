@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .byte_size import ALLOWED as ALLOWED_BYTES
+from .byte_size import parse_bytes
 from .errors import HiCacheConfigError
 
 
@@ -61,6 +63,8 @@ class HiCacheConfig:
     ratio: float = 2.0
     # Root folder of L3, made absolute; `~` is expanded. Several servers may share it. `storage.root` checks it.
     storage_path: Path = DEFAULT_STORAGE_PATH
+    # Largest size of this model's folder in L3, in bytes; pages unused for longest go first. 0: no bound.
+    storage_max_bytes: int = 0
     # When pages go to L3.
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     # How device <-> host copies are waited for.
@@ -78,6 +82,7 @@ class HiCacheConfig:
         _require_member("--hicache-async-impl", self.async_impl, AsyncImpl)
         _require_member("--hicache-host-scheme", self.host_scheme, HostScheme)
         _require_positive("--hicache-prefetch-deadline-s", self.prefetch_deadline_s)
+        _require_bytes("--hicache-storage-max-bytes", self.storage_max_bytes)
         if not isinstance(self.storage_path, Path):
             raise _wrong("--hicache-storage-path", self.storage_path, "a pathlib.Path")
         object.__setattr__(self, "storage_path", _expand(self.storage_path))
@@ -139,7 +144,7 @@ class _Flag:
     field: str
     metavar: str
     help: str
-    kind: type[enum.Enum] | type[float] | type[Path]
+    kind: type[enum.Enum] | type[float] | type[int] | type[Path]  # int: a size in bytes
     of_storage: bool = False  # means nothing without files
 
     @property
@@ -155,6 +160,8 @@ class _Flag:
             return _parse_choice(option, text, self.kind)
         if self.kind is float:
             return _parse_number(option, text)
+        if self.kind is int:
+            return _parse_size(option, text)
         if not str(text):
             raise _wrong(option, "''", "the path of a folder")
         return Path(text)
@@ -189,6 +196,13 @@ def _parse_number(option: str, text: Any) -> float:
         raise _wrong(option, text, "a number greater than 0, such as 2.5") from error
 
 
+def _parse_size(option: str, text: Any) -> int:
+    try:
+        return parse_bytes(str(text))
+    except ValueError as error:
+        raise _wrong(option, text, f"0 for no bound, or {ALLOWED_BYTES}") from error
+
+
 def _require_member(option: str, value: object, choices: type[enum.Enum]) -> None:
     if not isinstance(value, choices):
         raise _wrong(option, value, f"one of {_allowed(choices)} ({choices.__name__})")
@@ -199,6 +213,11 @@ def _require_positive(option: str, value: object) -> None:
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
         raise _wrong(option, value, "a finite number greater than 0, such as 2.5")
+
+
+def _require_bytes(option: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _wrong(option, value, "0 for no bound, or a whole number of bytes")
 
 
 _FLAGS = (
@@ -220,6 +239,14 @@ _FLAGS = (
         "PATH",
         f"root folder of the files (default {DEFAULT_STORAGE_PATH})",
         Path,
+        of_storage=True,
+    ),
+    _Flag(
+        "storage_max_bytes",
+        "BYTES",
+        "largest size of this model's folder, as 100GiB or 500MB; pages unused for longest go first "
+        f"(default {HiCacheConfig.storage_max_bytes}: no bound)",
+        int,
         of_storage=True,
     ),
     _Flag(

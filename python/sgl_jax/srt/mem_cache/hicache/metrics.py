@@ -128,6 +128,19 @@ class HiCacheMetrics:
             ["component"],
             registry=registry,
         )
+        self._storage_bytes_held = Gauge(
+            PREFIX + "storage_bytes_held",
+            "Bytes of the model's folder as last counted; 0 without --hicache-storage-max-bytes",
+            registry=registry,
+        )
+        self._storage_max_bytes = Gauge(
+            PREFIX + "storage_max_bytes", "The bound on them; 0 if there is none", registry=registry
+        )
+        self._storage_evicted_pages = Counter(
+            PREFIX + "storage_evicted_pages",
+            "Pages that this server removed to keep the bound",
+            registry=registry,
+        )
         self._storage_seen: dict[ComponentKind, StorageStats] = {}
 
     def _define_prefetch(self, registry: CollectorRegistry) -> None:
@@ -233,6 +246,10 @@ class HiCacheMetrics:
         for outcome, num_pages in writes.items():
             self._add(self._child(self._storage_writes, component.value, outcome), num_pages)
         self._child(self._storage_available, component.value).set(stats.available)
+        self._add(self._storage_evicted_pages, stats.evicted - seen.evicted)
+        if stats.max_bytes:  # the components share one folder
+            self._storage_bytes_held.set(stats.bytes_held)
+            self._storage_max_bytes.set(stats.max_bytes)
 
     def lookup(self, num_asked: int, num_found: int) -> None:
         """Count what storage had of the pages it was asked for on behalf of one arriving request."""

@@ -25,6 +25,10 @@ class StorageStats:
     deletes: int = 0  # pages removed
     delete_errors: int = 0
     stale_temps_removed: int = 0
+    evicted: int = 0  # pages, of any namespace, removed to keep the folder's bound
+    evicted_bytes: int = 0
+    bytes_held: int = 0  # by the model's folder, as last counted; 0 where there is no bound
+    max_bytes: int = 0  # the bound; 0 if there is none
     available: bool = True  # the last write worked
     last_error: str | None = None  # of the last write that failed
 
@@ -37,6 +41,8 @@ class StatsCounter:
         self._counts: Counter[str] = Counter()
         self._available = True
         self._last_error: str | None = None
+        self._bytes_held = 0
+        self._max_bytes = 0
 
     def add(self, **deltas: int) -> None:
         """Adds to the named counts of `StorageStats`."""
@@ -59,9 +65,18 @@ class StatsCounter:
             self._counts["write_errors"] += 1
             return was_available
 
+    def folder_holds(self, num_bytes: int, max_bytes: int) -> None:
+        """Notes the size of the folder and its bound."""
+        with self._lock:
+            self._bytes_held, self._max_bytes = num_bytes, max_bytes
+
     def snapshot(self) -> StorageStats:
         """The counts at one instant."""
         with self._lock:
             return StorageStats(
-                **self._counts, available=self._available, last_error=self._last_error
+                **self._counts,
+                bytes_held=self._bytes_held,
+                max_bytes=self._max_bytes,
+                available=self._available,
+                last_error=self._last_error,
             )
