@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +87,8 @@ class UnifiedRadixCache:
         self._load_back = LoadBack(tree, self._eviction)
         self._writer = StorageWriter(tree, store_early=store_early)
         self._states = RequestStates(tree, self._eviction)
-        self._prefetch = StoragePrefetch(
-            tree, metrics, deadline_s=prefetch_deadline_s, clock=clock
-        )
-        self._last_asker: CacheableRequest | None = None
+        self._prefetch = StoragePrefetch(tree, metrics, deadline_s=prefetch_deadline_s, clock=clock)
+        self._last_asker: Any = None
 
     @property
     def root_node(self) -> TreeNode:
@@ -223,7 +222,7 @@ class UnifiedRadixCache:
             self._eviction.evict_states(params.recurrent_num, rank),
         )
 
-    def evict_req_swa(self, req: CacheableRequest, pre_len: int, dp_rank: int = 0) -> None:
+    def evict_req_swa(self, req: Any, pre_len: int, dp_rank: int = 0) -> None:
         """Free the SWA slots of a running request's own tokens that the token at position `pre_len` no longer sees."""
         if self.sliding_window_size is None:
             return
@@ -311,9 +310,7 @@ class UnifiedRadixCache:
         if not self.hicache_enabled or host_hit_length <= 0:
             return nothing
         path = last_host_node.path()
-        device_len = self._tree.usable(
-            path, sum(node.num_tokens for node in path), with_host=False
-        )
+        device_len = self._tree.usable(path, sum(node.num_tokens for node in path), with_host=False)
         pending = self._load_back.load(path, device_len)
         if pending is None:
             return nothing

@@ -12,7 +12,12 @@ import pytest
 from page_fakes import PAGE_SIZE, Rig, make_rig
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import TransferExecutor, create_executor
-from sgl_jax.srt.mem_cache.hicache.controller import ComponentIO, HiCacheController, StorageBackoff
+from sgl_jax.srt.mem_cache.hicache.controller import (
+    ComponentIO,
+    HiCacheController,
+    StorageBackoff,
+    StorageQuery,
+)
 from sgl_jax.srt.mem_cache.hicache.errors import (
     InvariantError,
     PageStateError,
@@ -131,6 +136,11 @@ def keys_of(bench: Bench, num_pages: int) -> list[PageKey]:
     return PageHasher(bench.storage.namespace, None).chain(None, tokens)
 
 
+def ask(bench: Bench, tokens: bytes) -> StorageQuery:
+    hasher = PageHasher(bench.storage.namespace, None)
+    return StorageQuery(hasher=hasher, first_page=0, parent=None, tokens=tokens)
+
+
 def test_a_page_goes_down_and_up_again_bit_for_bit(bench: Bench) -> None:
     sources, targets = pages(3, 1, 7), pages(2, 9, 4)
     host_pages = bench.back_up(sources)
@@ -198,10 +208,11 @@ def test_store_look_up_and_fetch_bring_the_same_bytes(bench: Bench) -> None:
     bench.controller.store(FULL, stored, page_keys)
     bench.settled()
     tokens = np.arange(4 * PAGE_SIZE, dtype="<i8").tobytes()
-    lookup = bench.controller.lookup(FULL, PageHasher(bench.storage.namespace, None), None, tokens)
+    lookup = bench.controller.lookup(ask(bench, tokens))
     (found,) = bench.settled()
     assert isinstance(found, LookupResult)
-    assert (found.transfer_id, list(found.page_keys)) == (lookup, page_keys)
+    assert (found.transfer_id, found.num_asked) == (lookup, len(page_keys) + 1)
+    assert found.found == {FULL: dict(enumerate(page_keys))}
     fetched = bench.alloc(3)
     bench.controller.fetch(FULL, page_keys, fetched)
     (result,) = bench.settled()
@@ -277,7 +288,7 @@ def test_failures_are_values_and_leave_nothing_locked(
         patch.setattr(bench.storage, "exists", broken)
         bench.controller.store(FULL, host_pages, keys_of(bench, 1))
         tokens = np.arange(PAGE_SIZE, dtype="<i8").tobytes()
-        bench.controller.lookup(FULL, PageHasher(bench.storage.namespace, None), None, tokens)
+        bench.controller.lookup(ask(bench, tokens))
         results += bench.settled()
     assert len(results) == 5
     assert all("out of memory" in (result.error or "") for result in results)

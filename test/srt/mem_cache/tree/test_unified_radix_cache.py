@@ -474,7 +474,7 @@ def test_pages_behind_a_missing_one_are_not_used() -> None:
     fill_shelf(shelf, tokens(33))
     (storage,) = shelf.values()
     world = World(storage=StorageKind.FILE, shelf=shelf)
-    keys = world.tree.full.hasher(None).chain(None, np.array(tokens(32), "<i8").tobytes())
+    keys = world.tree.keys.hasher(None).chain(None, np.array(tokens(32), "<i8").tobytes())
     assert all(storage.exists(keys))
     storage.delete([keys[5]])
     assert world.run(tokens(33)).storage == 20
@@ -489,7 +489,7 @@ def test_a_page_lost_between_look_up_and_read_shortens_the_hit() -> None:
     world = World(storage=StorageKind.FILE, shelf=shelf, executor=executor)
     world.cache.start_prefetch("r", RadixKey(tokens(32), None, 0))
     executor.run_all()
-    keys = world.tree.full.hasher(None).chain(None, np.array(tokens(32), "<i8").tobytes())
+    keys = world.tree.keys.hasher(None).chain(None, np.array(tokens(32), "<i8").tobytes())
     storage.delete([keys[3]])
     world.cache.check_hicache_events()
     executor.run_all()
@@ -594,7 +594,7 @@ def test_a_loaded_node_keeps_its_host_copy_until_it_is_in_the_buffers() -> None:
     evict_all(world)
     match = world.cache.match_prefix(MatchPrefixParams(RadixKey(tokens(32), None, 0)))
     slots, node, plans = world.cache.init_load_back(match.last_host_node, match.host_hit_length)
-    world.tree._make_host_room(world.tree.full, 8)
+    world.tree.make_host_room(world.tree.full, 8)
     world.cache.insert(InsertParams(RadixKey(tokens(32), None, 0), slots, 32))
     world.settle()
     assert world.host_pool.num_locked == 8

@@ -15,22 +15,29 @@ from prometheus_client import CollectorRegistry
 
 from ..unified_radix_cache import UnifiedRadixCache
 from .async_impl import TransferExecutor, create_executor
+from .components.base import TreeComponent
 from .components.full import FullComponent
+from .components.recurrent import RecurrentStateComponent
+from .components.swa import SWAComponent
 from .config import HiCacheConfig, HostScheme, WritePolicy
 from .contract import ReqToTokenPool, TokenToKVPoolAllocator
 from .controller import ComponentIO, HiCacheController
 from .device_buffers import DeviceBuffers
+from .device_slots import DeviceSlots
 from .errors import HiCacheConfigError
 from .host_pool.registry import create_host_pool
+from .host_split import Checkpoints, choose_interval, companion_pages, unit_bytes
 from .lower_tiers import LowerTiers
 from .memory_budget import host_pool_pages
 from .metrics import HiCacheMetrics
-from .page_key import PageHasher, StorageNamespace
-from .pool_buffers import kv_buffer_refs
+from .page_key import PageHasher, StorageNamespace, companion_key
+from .path_keys import PathKeys
+from .pool_buffers import component_buffers
 from .storage.registry import STORAGE_FACTORIES, StorageFactory, open_storage
+from .tiered_tree import TieredTree
 from .token_key import TokenCodec
 from .transfer import PageTransfer
-from .types import ComponentKind
+from .types import ComponentKind, PageLayout
 
 UNIFIED_RADIX_CACHE = "unified_radix_cache"
 """The name under which the cache is registered."""
@@ -49,6 +56,25 @@ class ModelIdentity:
     model_version: str
 
 
+@dataclass(frozen=True)
+class _Device:
+    """The engine's device pools as components: what each one's slots own, and where windows and states are kept."""
+
+    buffers: Mapping[ComponentKind, DeviceBuffers]
+    layouts: Mapping[ComponentKind, PageLayout]
+    checkpoints: Checkpoints
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots, sentinels left out."""
+        return sum(self.num_pages(kind) * self.layouts[kind].page_bytes for kind in self.layouts)
+
+    def num_pages(self, kind: ComponentKind) -> int:
+        """Pages (states) of a component on all ranks, sentinels left out."""
+        buffers = self.buffers[kind]
+        return (buffers.rows_per_rank - 1) * buffers.dp_size
+
+
 def register(register_kv_cache: Callable[[str, Callable[..., Any]], None]) -> None:
     """Register `build_unified_radix_cache` by its name with an engine's table of caches."""
     register_kv_cache(UNIFIED_RADIX_CACHE, build_unified_radix_cache)
@@ -61,6 +87,8 @@ def build_unified_radix_cache(
     token_to_kv_pool_allocator: TokenToKVPoolAllocator,
     page_size: int,
     model_identity: ModelIdentity,
+    sliding_window_size: int | None = None,
+    recurrent_state_pool: Any = None,
     dp_size: int = 1,
     processes_on_host: int = 1,
     is_eagle: bool = False,
@@ -70,99 +98,220 @@ def build_unified_radix_cache(
     storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES,
     clock: Callable[[], float] = time.monotonic,
 ) -> UnifiedRadixCache:
-    """A cache for a full-attention model (MHA, GQA, MLA).
+    """A cache for a model with full attention (MHA, GQA, MLA), sliding windows, recurrent layers, or any of them
+    together.
 
-    With HiCache off (`config.storage` None) or `disable` it needs no host memory and no files. `registry` takes the
-    metrics, `executor` overrides `config.async_impl`, `storage_factories` adds kinds of storage. Raises
-    HiCacheConfigError if the pool has a buffer the cache does not know, the host pool does not fit, or the storage path
-    cannot be used.
+    A KV pool with a `swa_kv_pool` makes a sliding-window component, for which `sliding_window_size` (tokens, the
+    current one included) is needed; a `recurrent_state_pool` makes a recurrent one. With HiCache off (`config.storage`
+    None) or `disable` it needs no host memory and no files. `registry` takes the metrics, `executor` overrides
+    `config.async_impl`, `storage_factories` adds kinds of storage. Raises HiCacheConfigError if a pool has a buffer the
+    cache does not know, the host pools do not fit, or the storage path cannot be used.
     """
-    metrics = HiCacheMetrics(registry or CollectorRegistry(), (ComponentKind.FULL,))
-    common: dict[str, Any] = {
-        "req_to_token_pool": req_to_token_pool,
-        "token_to_kv_pool_allocator": token_to_kv_pool_allocator,
-        "page_size": page_size,
-        "metrics": metrics,
-        "is_eagle": is_eagle,
-        "disable": disable,
-        "clock": clock,
+    kvcache = token_to_kv_pool_allocator.get_kvcache()
+    has_swa = hasattr(kvcache, "swa_kv_pool")
+    if has_swa and sliding_window_size is None:
+        raise HiCacheConfigError("a pool with a sliding-window part needs sliding_window_size")
+    if recurrent_state_pool is not None and is_eagle:
+        raise HiCacheConfigError(
+            "recurrent states are not kept for EAGLE's bigram keys: a state lies between two keys; "
+            "start without --hicache-storage for this model"
+        )
+    hicache_on = config.enabled and not disable
+    device = (
+        _read_pools(config, kvcache, recurrent_state_pool, page_size, dp_size, sliding_window_size)
+        if hicache_on or has_swa or recurrent_state_pool is not None
+        else None
+    )
+    kinds = tuple(device.layouts) if device is not None else (ComponentKind.FULL,)
+    metrics = HiCacheMetrics(registry or CollectorRegistry(), kinds)
+    codec = TokenCodec(page_size, is_eagle)
+    io: dict[ComponentKind, ComponentIO] = {}
+    namespaces: dict[ComponentKind, StorageNamespace] = {}
+    if hicache_on and device is not None:
+        _refuse_slab_beside_ranks(config, dp_size)
+        io, namespaces = _open_tiers(
+            config, device, page_size, model_identity, processes_on_host, storage_factories
+        )
+    keys = _path_keys(namespaces, codec) if hicache_on and config.has_storage else None
+    components = _components(device, io, namespaces, keys, page_size, dp_size, sliding_window_size)
+    tiers = None
+    if io:
+        controller = HiCacheController(
+            io,
+            executor or create_executor(config.async_impl.value),
+            max_backup_bytes=MAX_BACKUP_BYTES,
+            clock=clock,
+        )
+        tiers = LowerTiers(components, controller, metrics)
+    tree = TieredTree(
+        codec=codec,
+        components=components,
+        device=DeviceSlots(token_to_kv_pool_allocator, req_to_token_pool, has_swa=has_swa),
+        tiers=tiers,
+        keys=keys,
+    )
+    return UnifiedRadixCache(
+        req_to_token_pool=req_to_token_pool,
+        token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        tree=tree,
+        metrics=metrics,
+        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
+        prefetch_deadline_s=config.prefetch_deadline_s,
+        sliding_window_size=sliding_window_size if has_swa else None,
+        recurrent_track_interval=device.checkpoints.interval
+        if device is not None and ComponentKind.RECURRENT in kinds
+        else 0,
+        disable=disable,
+        clock=clock,
+    )
+
+
+def _read_pools(
+    config: HiCacheConfig,
+    kvcache: Any,
+    state_pool: Any,
+    page_size: int,
+    dp_size: int,
+    window: int | None,
+) -> _Device:
+    buffers = {
+        kind: DeviceBuffers(refs, dp_size)
+        for kind, refs in component_buffers(kvcache, state_pool).items()
     }
-    if not config.enabled or disable:
-        full = FullComponent(page_size=page_size, num_ranks=dp_size)
-        return UnifiedRadixCache(full=full, **common)
+    layouts = {kind: held.layout(kind, page_size) for kind, held in buffers.items()}
+    window_pages = -(-(window - 1) // page_size) if window and ComponentKind.SWA in layouts else 0
+    interval = config.checkpoint_interval or choose_interval(layouts, page_size, window_pages)
+    if interval % page_size:
+        raise HiCacheConfigError(
+            f"--hicache-checkpoint-interval {interval}: windows and states are kept at page borders; give a "
+            f"multiple of the page size, such as {-(-interval // page_size) * page_size}"
+        )
+    return _Device(buffers, layouts, Checkpoints(page_size, window_pages, interval))
+
+
+def _refuse_slab_beside_ranks(config: HiCacheConfig, dp_size: int) -> None:
     if config.host_scheme is HostScheme.SLAB and dp_size > 1:
         raise HiCacheConfigError(
             f"--hicache-host-scheme slab with {dp_size} data-parallel ranks: a slab lives beside one device; "
             "use --hicache-host-scheme per_block"
         )
-    buffers = DeviceBuffers(kv_buffer_refs(token_to_kv_pool_allocator.get_kvcache()), dp_size)
-    io, namespace = _component_io(
-        config, buffers, page_size, model_identity, processes_on_host, storage_factories
-    )
-    controller = HiCacheController(
-        {ComponentKind.FULL: io},
-        executor or create_executor(config.async_impl.value),
-        max_backup_bytes=MAX_BACKUP_BYTES,
-        clock=clock,
-    )
-    token_bytes = TokenCodec(page_size, is_eagle).token_bytes
-    full = FullComponent(
-        page_size=page_size,
-        num_ranks=dp_size,
-        host_pool=io.host_pool,
-        hasher_for=(lambda extra_key: PageHasher(namespace, extra_key, token_bytes))
-        if io.storage is not None
-        else None,
-    )
-    return UnifiedRadixCache(
-        full=full,
-        lower_tiers=LowerTiers((full,), controller, metrics),
-        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
-        prefetch_deadline_s=config.prefetch_deadline_s,
-        **common,
-    )
 
 
-def _component_io(
+def _open_tiers(
     config: HiCacheConfig,
-    buffers: DeviceBuffers,
+    device: _Device,
     page_size: int,
     model_identity: ModelIdentity,
     processes_on_host: int,
     storage_factories: Mapping[str, StorageFactory],
-) -> tuple[ComponentIO, StorageNamespace]:
-    """The Full component's byte movers, sized and opened; says in the log what the levels hold."""
-    layout = buffers.layout(ComponentKind.FULL, page_size)
-    device_pages = (buffers.rows_per_rank - 1) * buffers.dp_size
-    num_host_pages = host_pool_pages(config, device_pages, layout.page_bytes, processes_on_host)
-    transfer = PageTransfer(buffers, layout)
-    namespace = StorageNamespace(
-        model_id=model_identity.model_id,
-        model_version=model_identity.model_version,
-        page_size=page_size,
-        kv_dtype=layout.buffers[0].dtype,
-        layout_id=layout.layout_id,
-        page_bytes=layout.page_bytes,
-    )
-    storage = (
-        open_storage(config.storage.value, config.storage_path, namespace, storage_factories)
-        if config.storage is not None and config.has_storage
-        else None
-    )
-    host_pool = create_host_pool(
-        config.host_scheme.value, num_host_pages, layout, transfer.host_memory()
-    )
+) -> tuple[dict[ComponentKind, ComponentIO], dict[ComponentKind, StorageNamespace]]:
+    """Every component's byte movers, sized and opened; says in the log what the levels hold."""
+    unit = unit_bytes(device.layouts, device.checkpoints)
+    # What the device holds, in Full pages that each have their share of windows and states.
+    device_units = max(device.num_bytes // unit, 1)
+    full_pages = host_pool_pages(config, device_units, unit, processes_on_host)
+    host_pages = companion_pages(device.layouts, device.checkpoints, full_pages)
+    io: dict[ComponentKind, ComponentIO] = {}
+    namespaces: dict[ComponentKind, StorageNamespace] = {}
+    for kind, layout in device.layouts.items():
+        transfer = PageTransfer(device.buffers[kind], layout)
+        namespaces[kind] = StorageNamespace(
+            model_id=model_identity.model_id,
+            model_version=model_identity.model_version,
+            page_size=page_size,
+            kv_dtype=layout.buffers[0].dtype,
+            layout_id=layout.layout_id,
+            page_bytes=layout.page_bytes,
+        )
+        storage = (
+            open_storage(
+                config.storage.value, config.storage_path, namespaces[kind], storage_factories
+            )
+            if config.storage is not None and config.has_storage
+            else None
+        )
+        host_pool = create_host_pool(
+            config.host_scheme.value, host_pages[kind], layout, transfer.host_memory()
+        )
+        io[kind] = ComponentIO(transfer, host_pool, storage)
+    _tell(config, device, host_pages, page_size)
+    return io, namespaces
+
+
+def _tell(
+    config: HiCacheConfig,
+    device: _Device,
+    host_pages: Mapping[ComponentKind, int],
+    page_size: int,
+) -> None:
+    """One line a level and component in the log."""
+    files = f"files in {config.storage_path}" if config.has_storage else "none"
     logger.info(
-        "HiCache is on. L1 device: %d pages of %d tokens, %d bytes each. L2 host: %d pages, %.2f GiB, %s, %s. "
-        "L3 storage: %s, %s.",
-        device_pages,
-        page_size,
-        layout.page_bytes,
-        num_host_pages,
-        num_host_pages * layout.page_bytes / 2**30,
+        "HiCache is on: L2 host %s, %s; L3 storage: %s, %s.",
         config.host_scheme.value,
         config.async_impl.value,
-        f"files in {config.storage_path}" if storage is not None else "none",
+        files,
         config.write_policy.value,
     )
-    return ComponentIO(transfer, host_pool, storage), namespace
+    for kind, layout in device.layouts.items():
+        what = "states" if kind is ComponentKind.RECURRENT else f"pages of {page_size} tokens"
+        logger.info(
+            "HiCache %s: L1 device %d %s of %d bytes, %.3f GiB; L2 host %d, %.3f GiB.",
+            kind.value,
+            device.num_pages(kind),
+            what,
+            layout.page_bytes,
+            device.num_pages(kind) * layout.page_bytes / 2**30,
+            host_pages[kind],
+            host_pages[kind] * layout.page_bytes / 2**30,
+        )
+    if len(device.layouts) > 1:
+        logger.info(
+            "HiCache keeps windows and states every %d tokens.", device.checkpoints.interval
+        )
+
+
+def _path_keys(namespaces: Mapping[ComponentKind, StorageNamespace], codec: TokenCodec) -> PathKeys:
+    full = namespaces[ComponentKind.FULL]
+    return PathKeys(lambda extra_key: PageHasher(full, extra_key, codec.token_bytes))
+
+
+def _components(
+    device: _Device | None,
+    io: Mapping[ComponentKind, ComponentIO],
+    namespaces: Mapping[ComponentKind, StorageNamespace],
+    keys: PathKeys | None,
+    page_size: int,
+    dp_size: int,
+    window: int | None,
+) -> tuple[TreeComponent, ...]:
+    """One component for each kind of pool, Full first."""
+
+    def common(kind: ComponentKind) -> dict[str, Any]:
+        return {
+            "page_size": page_size,
+            "num_ranks": dp_size,
+            "host_pool": io[kind].host_pool if kind in io else None,
+            "keys": keys,
+        }
+
+    components: list[TreeComponent] = [FullComponent(**common(ComponentKind.FULL))]
+    if device is None:
+        return tuple(components)
+    beside: dict[ComponentKind, tuple[Callable[..., TreeComponent], dict[str, Any]]] = {
+        ComponentKind.SWA: (SWAComponent, {"window": window}),
+        ComponentKind.RECURRENT: (RecurrentStateComponent, {}),
+    }
+    for kind, (make, settings) in beside.items():
+        if kind in device.layouts:
+            derive = companion_key(namespaces[kind]) if kind in namespaces else None
+            components.append(
+                make(
+                    index=len(components),
+                    interval=device.checkpoints.interval,
+                    derive_key=derive,
+                    **common(kind),
+                    **settings,
+                )
+            )
+    return tuple(components)

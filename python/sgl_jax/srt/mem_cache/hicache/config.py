@@ -73,6 +73,9 @@ class HiCacheConfig:
     host_scheme: HostScheme = HostScheme.PER_BLOCK
     # Longest time, in seconds, that a request about to be admitted waits for L3; what has arrived by then is used. > 0.
     prefetch_deadline_s: float = 5.0
+    # Tokens between the page borders at which windows and recurrent states are kept; a multiple of the page size. Only
+    # for models with such layers. None: chosen from the model (see `host_split`).
+    checkpoint_interval: int | None = None
 
     def __post_init__(self) -> None:
         if self.storage is not None:
@@ -83,6 +86,8 @@ class HiCacheConfig:
         _require_member("--hicache-host-scheme", self.host_scheme, HostScheme)
         _require_positive("--hicache-prefetch-deadline-s", self.prefetch_deadline_s)
         _require_bytes("--hicache-storage-max-bytes", self.storage_max_bytes)
+        if self.checkpoint_interval is not None:
+            _require_count("--hicache-checkpoint-interval", self.checkpoint_interval)
         if not isinstance(self.storage_path, Path):
             raise _wrong("--hicache-storage-path", self.storage_path, "a pathlib.Path")
         object.__setattr__(self, "storage_path", _expand(self.storage_path))
@@ -144,8 +149,11 @@ class _Flag:
     field: str
     metavar: str
     help: str
-    kind: type[enum.Enum] | type[float] | type[int] | type[Path]  # int: a size in bytes
+    kind: (
+        type[enum.Enum] | type[float] | type[int] | type[Path]
+    )  # int: a size in bytes, or a plain count
     of_storage: bool = False  # means nothing without files
+    is_count: bool = False
 
     @property
     def option(self) -> str:
@@ -160,6 +168,8 @@ class _Flag:
             return _parse_choice(option, text, self.kind)
         if self.kind is float:
             return _parse_number(option, text)
+        if self.is_count:
+            return _parse_count(option, text)
         if self.kind is int:
             return _parse_size(option, text)
         if not str(text):
@@ -201,6 +211,18 @@ def _parse_size(option: str, text: Any) -> int:
         return parse_bytes(str(text))
     except ValueError as error:
         raise _wrong(option, text, f"0 for no bound, or {ALLOWED_BYTES}") from error
+
+
+def _parse_count(option: str, text: Any) -> int:
+    try:
+        return int(str(text))
+    except ValueError as error:
+        raise _wrong(option, text, "a whole number greater than 0") from error
+
+
+def _require_count(option: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(option, value, "a whole number greater than 0")
 
 
 def _require_member(option: str, value: object, choices: type[enum.Enum]) -> None:
@@ -279,5 +301,13 @@ _FLAGS = (
         f"(default {HiCacheConfig.prefetch_deadline_s})",
         float,
         of_storage=True,
+    ),
+    _Flag(
+        "checkpoint_interval",
+        "TOKENS",
+        "for models with sliding-window or recurrent layers: tokens between the borders inside a cached prompt "
+        "at which another prompt can leave it, a multiple of the page size (default: chosen from the model)",
+        int,
+        is_count=True,
     ),
 )

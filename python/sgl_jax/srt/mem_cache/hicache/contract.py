@@ -61,8 +61,8 @@ class CacheableRequest(Protocol):
     `fill_ids`: tokens whose KV exists after the current chunk. `prefix_indices`: slots of the reused prefix, possibly
     with an unaligned tail that the request owns; `cache_protected_len`: how many leading tokens are the tree's.
 
-    With a sliding-window pool also `swa_evicted_seqlen`: leading tokens whose SWA slots are freed. With recurrent states
-    also `recurrent_cow_src_index`: the tree's state slot to start from, which the engine copies before it computes;
+    With a sliding-window pool also `swa_evicted_seqlen`: leading tokens whose SWA slots are freed. With recurrent
+    states also `recurrent_cow_src_index`: the tree's state slot to start from, copied before anything is computed;
     `recurrent_ping_pong_track_buffer`: the slots into which the engine takes snapshots in turn,
     `recurrent_next_track_idx` the next of them and `recurrent_last_track_seqlen` how many tokens the last snapshot has
     consumed (0: there is none).

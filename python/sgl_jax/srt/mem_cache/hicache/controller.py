@@ -323,9 +323,7 @@ class HiCacheController:
                 pages = [page for page in companion.pages if page < len(full_keys)]
                 keys = [companion.derive_key(full_keys[page]) for page in pages]
                 there = _existing(storages[kind], keys)
-                found[kind] = {
-                    p: k for p, k, ok in zip(pages, keys, there, strict=True) if ok
-                }
+                found[kind] = {p: k for p, k, ok in zip(pages, keys, there, strict=True) if ok}
             return found
 
         self._executor.submit_io(IoJob(transfer_id, run, IoLane.READ))

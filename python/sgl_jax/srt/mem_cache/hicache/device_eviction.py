@@ -38,7 +38,7 @@ class DeviceEviction:
             node = tree.swa.device.oldest(dp_rank)
             if node is None:
                 break
-            tree.backup(tree.swa, node)
+            tree.back_up_part(tree.swa, node)
             freed += len(tree.detach(tree.swa, node))
             full_slots = tree.full.data(node).device_slots
             if full_slots is not None:
@@ -52,7 +52,7 @@ class DeviceEviction:
             node = tree.recurrent.device.oldest(dp_rank)
             if node is None:
                 break
-            tree.backup(tree.recurrent, node)
+            tree.back_up_part(tree.recurrent, node)
             self._free_state(node)
             freed += 1
         return freed
@@ -66,7 +66,7 @@ class DeviceEviction:
         keep = (node.num_tokens - num_tokens) // page_size * page_size
         upper = tree.split(node, keep) if keep > 0 else None
         for component in tree.components:
-            tree.backup(component, node)
+            tree.back_up_part(component, node)
         if tree.swa is not None and tree.swa.data(node).device_slots is not None:
             tree.detach(tree.swa, node)  # freed with the Full slots that they are mapped to
         if tree.state_slot(node) is not None:

@@ -13,25 +13,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .contract import ReqToTokenPool, TokenToKVPoolAllocator
-
 Int32Array = npt.NDArray[np.int32]
 
 
 class DeviceSlots:
-    """The engine's allocators under one roof."""
+    """The engine's allocators under one roof: a `TokenToKVPoolAllocator`, with `has_swa` one with the two allocators
+    of full and sliding attention in it, and a `ReqToTokenPool` that, with recurrent states, hands out their slots."""
 
     def __init__(
         self,
-        allocator: TokenToKVPoolAllocator,
-        req_to_token_pool: ReqToTokenPool,
+        allocator: Any,
+        req_to_token_pool: Any,
         *,
         has_swa: bool = False,
     ) -> None:
-        self._allocator: Any = allocator
-        self._rows: Any = req_to_token_pool
-        self._full = self._allocator.full_attn_allocator if has_swa else self._allocator
-        self._swa = self._allocator.swa_attn_allocator if has_swa else None
+        self._allocator = allocator
+        self._rows = req_to_token_pool
+        self._full: Any = self._allocator.full_attn_allocator if has_swa else self._allocator
+        self._swa: Any = self._allocator.swa_attn_allocator if has_swa else None
 
     # -- Full --------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,9 @@ def choose_interval(
     """The interval, in tokens, at which a checkpoint's window and state take as many bytes as the Full pages between
     two of them, within bounds and in whole pages."""
     full_bytes = layouts[ComponentKind.FULL].page_bytes
-    if full_bytes < page_size:  # only names (see `pool_buffers`): the windows are all there is, every one is kept
+    if (
+        full_bytes < page_size
+    ):  # only names (see `pool_buffers`): the windows are all there is, every one is kept
         return max(window_pages, 1) * page_size
     checkpoint_bytes = 0
     if ComponentKind.SWA in layouts:
@@ -83,5 +85,7 @@ def companion_pages(
         share = math.floor(full_pages * checkpoints.window_share)
         pages[ComponentKind.SWA] = max(share, checkpoints.window_pages, 1)
     if ComponentKind.RECURRENT in layouts:
-        pages[ComponentKind.RECURRENT] = max(math.floor(full_pages * checkpoints.states_per_page), 2)
+        pages[ComponentKind.RECURRENT] = max(
+            math.floor(full_pages * checkpoints.states_per_page), 2
+        )
     return pages

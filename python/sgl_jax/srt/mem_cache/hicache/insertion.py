@@ -42,9 +42,7 @@ class Insertion:
         num_tokens = len(key) // tree.codec.token_bytes
         value = value[:num_tokens]
         path = tree.path_of(namespace, key)
-        swa_slots = (
-            tree.device.swa_of(value, namespace.dp_rank) if tree.swa is not None else value
-        )
+        swa_slots = tree.device.swa_of(value, namespace.dp_rank) if tree.swa is not None else value
         borders = self._borders(num_tokens, swa_slots, states, keep_tail)
         path = tree.cut_at(path, borders)
         start = prefix_len = 0
@@ -61,7 +59,7 @@ class Insertion:
         self._mark_kept(path, num_tokens, keep_tail)
         self._take_states(path, states, namespace.dp_rank)
         tree.touch(last_node)
-        tree.write_through(path)
+        tree.back_up(path)
         return prefix_len, last_node
 
     def _borders(
@@ -88,7 +86,8 @@ class Insertion:
         start: int,
         borders: Sequence[int],
     ) -> list[TreeNode]:
-        """New nodes for what lies behind token `start`. None is longer than the host pool: a node is backed up whole."""
+        """New nodes for what lies behind token `start`. No node is longer than the host pool: it is backed
+        up whole."""
         tree, added = self._tree, []
         parent = path[-1] if path else tree.tree.root
         width, longest = tree.codec.token_bytes, tree.longest_node or len(value)

@@ -125,7 +125,9 @@ class LowerTiers:
         clean: list[HostVictim] = []
         dirty: list[TreeNode] = []
         limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
-        sole = self._oldest_leaves(component, limit) if is_full else component.host.oldest_sole(limit)
+        sole = (
+            self._oldest_leaves(component, limit) if is_full else component.host.oldest_sole(limit)
+        )
         for node in component.host.oldest_mirrors(limit) + sole:
             pages = component.data(node).host_pages
             if short <= 0 or pages is None:
@@ -142,7 +144,9 @@ class LowerTiers:
 
     def _expendable(self, component: TreeComponent, node: TreeNode) -> bool:
         """True if storage has, or can not take, what would be lost with the node's pages of this component."""
-        leaving = self._components.values() if component.kind is ComponentKind.FULL else (component,)
+        leaving = (
+            self._components.values() if component.kind is ComponentKind.FULL else (component,)
+        )
         return not any(
             pages is not None
             and self.controller.storage_writable(lost.kind)

@@ -162,8 +162,8 @@ class PageHasher:
 def companion_key(namespace: StorageNamespace) -> Callable[[PageKey], PageKey]:
     """How a component that is kept beside the Full pages (a sliding window, a recurrent state) names a page.
 
-    companion_key = sha256(full_key, model_id, model_version, page_size, kv_dtype, sha256(layout_id)), framed like a page
-    key: it hangs off the Full page of the same tokens, whose key says who may share it. One hash instead of a chain.
+    companion_key = sha256(full_key, model_id, model_version, page_size, kv_dtype, sha256(layout_id)), framed like a
+    page key: it hangs off the Full page of the same tokens, whose key says who may share it. One hash, not a chain.
     """
     middle = b"".join(
         (

@@ -168,9 +168,7 @@ class StoragePrefetch:
         if prefetch is None:
             return
         prefetch.found = {kind: dict(pages) for kind, pages in result.found.items()}
-        self._metrics.lookup(
-            result.num_asked, len(prefetch.found.get(ComponentKind.FULL, ()))
-        )
+        self._metrics.lookup(result.num_asked, len(prefetch.found.get(ComponentKind.FULL, ())))
         self._parked.append(prefetch)
         self._fetch_parked()
 

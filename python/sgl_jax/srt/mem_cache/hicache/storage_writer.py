@@ -39,7 +39,7 @@ class StorageWriter:
             if not self._writable(component.kind):
                 self._unstored.setdefault((node, component), 0)
             elif node.parent is not None:
-                tree.write_back(component, node)
+                tree.store_part(component, node)
 
     def keep_reserve(self) -> None:
         """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
@@ -50,7 +50,7 @@ class StorageWriter:
         tree.host_only_changed = False
         for component in tree.components:
             for node in tree.tiers.oldest_unstored(component):
-                tree.host_only_changed |= tree.write_back(component, node)
+                tree.host_only_changed |= tree.store_part(component, node)
 
     def retry_stores(self) -> None:
         """With the early policy: write again what storage did not take, a few nodes at a time."""
@@ -65,7 +65,7 @@ class StorageWriter:
             num_refusals = self._unstored.pop(refused)
             if node.parent is None or num_refusals > STORE_RETRIES:
                 continue
-            if self._tree.write_back(component, node):
+            if self._tree.store_part(component, node):
                 self._unstored[refused] = num_refusals
 
     def flush(self, deadline_s: float) -> bool:
@@ -94,9 +94,9 @@ class StorageWriter:
             num_missing = len(missing)
             # Written first: pages on their way to storage are not dropped to make room for the others.
             for component, node in missing:
-                tree.write_back(component, node)
+                tree.store_part(component, node)
             num_backups = sum(
-                node.parent is not None and bool(tree.backup(component, node))
+                node.parent is not None and bool(tree.back_up_part(component, node))
                 for component, node in missing
             )
         return False

@@ -91,7 +91,9 @@ class TieredTree:
     @property
     def longest_node(self) -> int:
         """Tokens of the longest node that can be backed up whole; 0 without a host."""
-        return self.tiers.host_pool(self.full.kind).num_pages * self._page_size if self._tiers else 0
+        return (
+            self.tiers.host_pool(self.full.kind).num_pages * self._page_size if self._tiers else 0
+        )
 
     def component(self, kind: ComponentKind) -> TreeComponent:
         """The component of a kind."""
@@ -160,11 +162,13 @@ class TieredTree:
         for component in self.components:
             if component.reach:
                 self._cut_before(node, component.reach * self._page_size)
-        return [component.lock(node) for component in self.components][0]
+        num_locked = [component.lock(node) for component in self.components]
+        return num_locked[0]
 
     def unlock(self, node: TreeNode) -> int:
         """Undo one `lock` of the same node; Full tokens that became evictable."""
-        return [component.unlock(node) for component in self.components][0]
+        num_unlocked = [component.unlock(node) for component in self.components]
+        return num_unlocked[0]
 
     def _cut_before(self, node: TreeNode, num_tokens: int) -> None:
         """Make a node border `num_tokens` before the end of `node`, unless the root is nearer."""
@@ -223,15 +227,15 @@ class TieredTree:
 
     # -- device -> host ----------------------------------------------------------------------------------------------
 
-    def write_through(self, path: Sequence[TreeNode]) -> None:
+    def back_up(self, path: Sequence[TreeNode]) -> None:
         """Start the backup of what the path's nodes lack on the host, from the top: a Full child is of use only with
         what lies above it. Each component stops where it has no room; eviction or the next insert tries again."""
         for component in self.components:
             for node in path:
-                if self.backup(component, node) is False:
+                if self.back_up_part(component, node) is False:
                     break
 
-    def backup(self, component: TreeComponent, node: TreeNode) -> bool | None:
+    def back_up_part(self, component: TreeComponent, node: TreeNode) -> bool | None:
         """Start the backup of what the node's component lacks on the host. False if there is no room, None if it lacks
         nothing."""
         plan = component.write_through(node)
@@ -251,7 +255,7 @@ class TieredTree:
                 self._drop_victim(component, victim)
             for node in victims.dirty:
                 if node.parent is not None:
-                    self.write_back_all(component, node)
+                    self.store_all(component, node)
             if not victims.clean:
                 return False
         return True
@@ -283,7 +287,7 @@ class TieredTree:
 
     # -- host -> storage ---------------------------------------------------------------------------------------------
 
-    def write_back(self, component: TreeComponent, node: TreeNode) -> bool:
+    def store_part(self, component: TreeComponent, node: TreeNode) -> bool:
         """Start writing to storage what it lacks of the node's component, and of what that is of no use without; False
         if it lacks nothing."""
         plan = component.write_back(node)
@@ -291,10 +295,10 @@ class TieredTree:
             self.tiers.store(plan)
         return plan is not None
 
-    def write_back_all(self, component: TreeComponent, node: TreeNode) -> None:
+    def store_all(self, component: TreeComponent, node: TreeNode) -> None:
         """The same for everything that leaves the tree with the node's component: with Full all of them."""
         for leaving in self.components if component is self.full else (component,):
-            self.write_back(leaving, node)
+            self.store_part(leaving, node)
 
     # -- what is about to be used ------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ class ComponentData:
 
 
 class TreeNode:
-    """A run of whole pages below `parent`. `key` is the encoded tokens of the run (see `token_key`); `page_keys` are the
-    storage keys of its pages, computed when they are first needed."""
+    """A run of whole pages below `parent`. `key` is the encoded tokens of the run (see `token_key`); `page_keys` are
+    the storage keys of its pages, computed when they are first needed."""
 
     __slots__ = ("children", "data", "id", "key", "namespace", "num_tokens", "page_keys", "parent")
 

@@ -277,6 +277,7 @@ class TreeComponent(ABC):
                 )
             self.check_node(node)
 
+    @abstractmethod
     def check_node(self, node: TreeNode) -> None:
         """What else must be true of a node; raises InvariantError."""
 
