@@ -34,9 +34,9 @@ class CacheBuilder:
         server_args = engine_objects["server_args"]
         if not is_ours(server_args):
             return self._engines_own(**engine_objects)
-        return self._build(server_args, **engine_objects)
+        return self._build(**engine_objects)
 
-    def _build(self, server_args: HiCacheServerArgs, **engine_objects: Any) -> UnifiedRadixCache:
+    def _build(self, *, server_args: HiCacheServerArgs, **engine_objects: Any) -> UnifiedRadixCache:
         config = server_args.hicache
         identity = ModelIdentity(str(server_args.model_path), "")
         if config.has_storage:

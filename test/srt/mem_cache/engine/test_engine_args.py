@@ -53,7 +53,7 @@ def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
         ("--dtype int4", "--dtype int4: not allowed; give one of {float32,bfloat16}"),
         ("--log-level loud", "--log-level loud: not allowed"),
         ("--shutdown-deadline-s -1", "--shutdown-deadline-s -1.0: not allowed"),
-        ("--engine sgl-jax", "--engine sgl-jax: not available in this release"),
+        ("--engine sgl-jax", "--engine sgl-jax: no sgl-jax engine is installed here"),
         ("--engine other", "--engine other: not allowed; give one of embedded, sgl-jax"),
         ("--hicache-storage disk", "--hicache-storage disk: not allowed"),
         ("--hicache-ratio 2", "--hicache-ratio has no effect"),
