@@ -133,6 +133,8 @@ class KeptBound(FolderBound):
             self._in_writing -= num_bytes
             self._written += num_bytes
             self._show()
+            if self._left < num_bytes and not self._in_writing:
+                self._give_back()  # else a count would find the page, and the promise for it too
 
     def removed(self, num_bytes: int) -> None:
         """See `FolderBound.removed`. The ledger learns of it with the next room that is taken."""
@@ -154,15 +156,8 @@ class KeptBound(FolderBound):
 
     def close(self) -> None:
         """See `FolderBound.close`. Never raises."""
-        try:
-            with self._lock, self._ledger.locked(create=False) as usage:
-                self._settle(usage)
-                usage.promised.pop(self._ledger.me, None)
-                self._left = 0
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            logger.debug("the ledger of %s cannot be written: %s", self._root, error)
+        with self._lock:
+            self._give_back()
 
     # -- with the lock held -----------------------------------------------------------------------
 
@@ -187,6 +182,18 @@ class KeptBound(FolderBound):
                 f"no room for {show_bytes(num_bytes)} below the bound of {show_bytes(self._max_bytes)}",
             )
         self._is_short = False
+
+    def _give_back(self) -> None:
+        """Settle, and keep no promise; a ledger that cannot be written learns of it later."""
+        try:
+            with self._ledger.locked(create=False) as usage:
+                self._settle(usage)
+                usage.promised.pop(self._ledger.me, None)
+                self._left = 0
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.debug("the ledger of %s cannot be written: %s", self._root, error)
 
     def _settle(self, usage: Usage) -> None:
         """What was written of the promise is held now."""

@@ -3,7 +3,8 @@
 A page is of use only together with all pages before it in its prompt. So a page counts as used whenever a stored page
 behind it was (a system prompt whose conversations go on stays, although only the conversations' own pages are read),
 and among pages of equal age the deepest goes first. What goes is therefore always the end of a chain, and what is left
-is whole. The links come from the pages' headers, read once for each file and remembered.
+is whole. Pages that are cut off, because one before them is missing, go before all that are not. The links come from
+the pages' headers, read once for each file and remembered.
 
 Pages are told apart by the first eight bytes of their keys. Two of a million pages share them once in 37 million disks;
 it would cost a wrong order, nothing else.
@@ -107,13 +108,26 @@ def last_use(index: Int64Array, parents: Int64Array, used_ns: Int64Array) -> Int
     last_ns = used_ns.copy()
     rows = np.flatnonzero(parents >= 0)
     rows = rows[np.argsort(-index[rows], kind="stable")]
-    starts = np.flatnonzero(np.diff(index[rows], prepend=UNKNOWN_INDEX)).tolist()
-    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-        level = rows[start:end]  # all pages of one depth, the deepest first
+    for level in np.split(rows, np.flatnonzero(np.diff(index[rows])) + 1):  # the deepest first
         np.maximum.at(last_ns, parents[level], last_ns[level])
     return last_ns
 
 
-def removal_order(index: Int64Array, last_ns: Int64Array) -> Int64Array:
-    """Rows in the order in which they may go: unused for longest first, of equal ones the deepest first."""
-    return np.lexsort((-index, last_ns)).astype(np.int64)
+def is_cut_off(index: Int64Array, parents: Int64Array) -> npt.NDArray[np.bool_]:
+    """bool[pages]: whether a page before it is missing, so that no reader gets as far as that."""
+    is_cut = (index > 0) & (parents < 0)
+    rows = np.flatnonzero(parents >= 0)
+    rows = rows[np.argsort(index[rows], kind="stable")]
+    for level in np.split(rows, np.flatnonzero(np.diff(index[rows])) + 1):  # the first pages first
+        is_cut[level] |= is_cut[parents[level]]
+    return is_cut
+
+
+def removal_order(
+    index: Int64Array, parents: Int64Array, last_ns: Int64Array, unused_since_ns: int
+) -> Int64Array:
+    """Rows in the order in which they may go: those last used before `unused_since_ns`, then those that are cut off,
+    then the others; in each group those unused for longest first, and of equal ones the deepest.
+    """
+    group = np.where(last_ns < unused_since_ns, 0, np.where(is_cut_off(index, parents), 1, 2))
+    return np.lexsort((-index, last_ns, group)).astype(np.int64)

@@ -81,13 +81,10 @@ def plan_removal(
     links = reader.read(found, tick)
     parents = parent_rows(links)
     last_ns = last_use(links.index, parents, found.used_ns)
-    rows = removal_order(links.index, last_ns)
-    due_pages = 0 if unused_since_ns is None else int((last_ns < unused_since_ns).sum())
-    set_aside = tuple(
-        file
-        for file in found.quarantined
-        if must_bytes or (unused_since_ns is not None and file.used_ns < unused_since_ns)
-    )
+    since_ns = 0 if unused_since_ns is None else unused_since_ns
+    rows = removal_order(links.index, parents, last_ns, since_ns)
+    due_pages = int((last_ns < since_ns).sum())
+    set_aside = tuple(file for file in found.quarantined if must_bytes or file.used_ns < since_ns)
     return RemovalPlan(found, set_aside, rows, parents, last_ns, due_pages, must_bytes)
 
 

@@ -99,7 +99,7 @@ def _read(fd: int) -> Usage:
         content = json.loads(os.pread(fd, _MOST_BYTES, 0))
         held_bytes, promised = content["held_bytes"], content["promised"]
         if not isinstance(held_bytes, int) or held_bytes < 0:
-            return Usage()
+            held_bytes = None
         return Usage(held_bytes, {n: (int(b), float(s)) for n, (b, s) in promised.items()})
     except (ValueError, TypeError, KeyError, AttributeError):
         return Usage()
