@@ -57,7 +57,7 @@ demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compare
 	@$(PY) -m sgl_jax_hicache.demo $(DEMO_ARGS)
 
 serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
-	@$(PY) -m sgl_jax_hicache.launch_server --model-path smollm2 --hicache-storage file $(SERVE_ARGS)
+	@$(PY) -m sgl_jax_hicache.launch_server --engine embedded --model-path smollm2 --hicache-storage file $(SERVE_ARGS)
 
 bench: $(STAMP) ## Measure every part and write docs/bench.md (BENCH_ARGS='--trace FILE' for a whole trace)
 	@$(PY) -m sgl_jax_hicache.bench all --output-dir docs --files 2000 20000 200000 $(BENCH_ARGS)

@@ -4,6 +4,9 @@
     curl -s localhost:30000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 
+With `--engine sgl-jax`, which is the default where that engine is installed, the sgl-jax engine serves, with its own
+arguments beside `--hicache-*`; `--engine embedded` is the compact engine of this package, with the flags of `--help`.
+
 A wrong flag ends with one line and status 2 before the model loads.
 """
 
@@ -13,13 +16,12 @@ from sgl_jax_hicache import overlay
 
 overlay.activate()
 
-import argparse  # noqa: E402 - the overlay comes first, in spawned processes too
+# The overlay comes first, in spawned processes too. They import this module as well, and with it as little as can be.
+import argparse  # noqa: E402
 import logging  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-
-from prometheus_client import disable_created_metrics  # noqa: E402
 
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError  # noqa: E402
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root  # noqa: E402
@@ -45,34 +47,51 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="SIGTERM and SIGINT (Ctrl-C) finish what runs and store what is to be stored; "
         "a second signal ends the process at once.",
     )
-    parser.add_argument(
-        "--engine",
-        default=ENGINES[0],
-        metavar="{" + ",".join(ENGINES) + "}",
-        help="embedded: the compact engine of this package; sgl-jax: the installed engine",
-    )
+    _add_engine_choice(parser)
     EngineArgs.add_cli_args(parser)
     return parser
 
 
+def _add_engine_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        metavar="{" + ",".join(ENGINES) + "}",
+        help="embedded: the compact engine of this package; sgl-jax: the installed engine, with its own arguments "
+        "(default: sgl-jax where it is installed)",
+    )
+
+
+def choose_engine(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The engine that a command line asks for, and the rest of the line. Raises ArgumentError."""
+    parser = OneLineParser(prog=_PROG, add_help=False, allow_abbrev=False)
+    _add_engine_choice(parser)
+    namespace, rest = parser.parse_known_args(argv)
+    installed = overlay.engine_installed()
+    engine = namespace.engine or ("sgl-jax" if installed else "embedded")
+    if engine not in ENGINES:
+        raise ArgumentError(f"--engine {engine}: not allowed; give one of {', '.join(ENGINES)}")
+    if engine == "sgl-jax" and not installed:
+        raise ArgumentError(
+            "--engine sgl-jax: no sgl-jax engine is installed here; install it beside this package, "
+            "or use --engine embedded"
+        )
+    return engine, rest
+
+
 def parse_args(argv: Sequence[str] | None = None) -> EngineArgs:
-    """Settings from a command line. Raises ArgumentError or HiCacheConfigError."""
-    namespace = build_parser().parse_args(argv)
-    if namespace.engine == "sgl-jax":
-        raise ArgumentError(
-            "--engine sgl-jax: not available in this release; use --engine embedded"
-        )
-    if namespace.engine not in ENGINES:
-        raise ArgumentError(
-            f"--engine {namespace.engine}: not allowed; give one of {', '.join(ENGINES)}"
-        )
-    return EngineArgs.from_cli(namespace)
+    """Settings of the embedded engine from a command line. Raises ArgumentError or HiCacheConfigError."""
+    return EngineArgs.from_cli(build_parser().parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal. The exit status: 0 after an orderly end, 1 if it was cut short, 2 for wrong settings."""
     try:
-        return _serve(parse_args(argv))
+        engine, rest = choose_engine(sys.argv[1:] if argv is None else argv)
+        if engine == "sgl-jax":
+            from sgl_jax_hicache.sgl_jax_engine import server
+
+            return server.main(rest, _PROG)
+        return _serve(parse_args(rest))
     except (ArgumentError, HiCacheConfigError) as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 2
@@ -83,6 +102,8 @@ def _serve(args: EngineArgs) -> int:
     enable_compilation_cache()
     _check_paths(args)
     # Imported late, the heaviest last: what is wrong is told as soon as it can be known.
+    from prometheus_client import disable_created_metrics
+
     from sgl_jax_hicache.engine.http_server.server import Server, bind, exit_on_signals
 
     with bind(args.host, args.port) as listener:

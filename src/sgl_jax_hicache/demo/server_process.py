@@ -14,7 +14,7 @@ from types import TracebackType
 
 import httpx
 
-LAUNCH = (sys.executable, "-m", "sgl_jax_hicache.launch_server")
+LAUNCH = (sys.executable, "-m", "sgl_jax_hicache.launch_server", "--engine", "embedded")
 
 _TAIL_LINES = 30
 _POLL_S = 0.1

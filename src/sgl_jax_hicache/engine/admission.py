@@ -18,8 +18,11 @@ from sgl_jax.srt.mem_cache.hicache.tree_types import IncLockRefResult
 
 from .device_memory import DeviceMemory
 from .forward_batch import ForwardItem
+from .item_builder import ItemBuilder
 from .req import Req
 from .req_to_token_pool import ReqToTokenPool
+from .room import Room
+from .state_tracking import StateTracking
 
 _GROWTH_HORIZON_TOKENS = 4096
 
@@ -35,14 +38,17 @@ class Admission(enum.Enum):
 class PrefillAdder:
     """Builds one prefill step of at most `chunk_tokens` tokens. Made afresh for each step.
 
-    `holders` are the requests that hold slots already; `reserve_ratio` says how much of a request's possible growth is
-    kept free for it. Results: `items` and `reqs` (the same order) and `load_plans`, to be finished before dispatch.
+    No request's part crosses a border at which its recurrent state is to be copied. `holders` are the requests that
+    hold slots already; `reserve_ratio` says how much of a request's possible growth is kept free for it. Results:
+    `items` and `reqs` (the same order) and `load_plans`, to be finished before dispatch.
     """
 
     def __init__(
         self,
         memory: DeviceMemory,
         req_to_token_pool: ReqToTokenPool,
+        builder: ItemBuilder,
+        tracking: StateTracking,
         chunk_tokens: int,
         holders: Iterable[Req],
         reserve_ratio: float,
@@ -50,6 +56,8 @@ class PrefillAdder:
         self._memory = memory
         self._tree = memory.tree
         self._rows = req_to_token_pool
+        self._builder = builder
+        self._tracking = tracking
         self._reserve_ratio = reserve_ratio
         self.budget_tokens = chunk_tokens
         self._holders = list(holders)
@@ -59,9 +67,11 @@ class PrefillAdder:
         self.matched_len = 0  # device tokens that the last added request found, before any load
 
     def add_chunk(self, req: Req) -> Admission:
-        """The next chunk of a request that holds its row, prefix and lock already."""
-        if self._chunk_len(req, len(req.prefix_indices)) == 0:
+        """The next chunk of a request that holds its row, prefix and lock already; as if not asked unless ADMITTED."""
+        prefix_len = len(req.prefix_indices)
+        if self._chunk_len(req, prefix_len) == 0:
             return Admission.NO_BUDGET
+        self._memory.free_before_window(req, prefix_len)
         return Admission.ADMITTED if self._extend(req) else Admission.NO_ROOM
 
     @property
@@ -76,11 +86,11 @@ class PrefillAdder:
         req.init_next_round_input(self._tree)
         self.matched_len = len(req.prefix_indices)
         lock = self._tree.inc_lock_ref(req.last_node)
-        room = self._memory.room() - sum(map(self._outstanding, self._holders))
-        if self._need(req) > room:
+        room = self._memory.room() - sum(map(self._outstanding, self._holders), Room())
+        if not room.holds(self._need(req)):
             self._withdraw(req, lock)
             return Admission.NO_ROOM
-        lock = self._load_back(req, lock, room)
+        lock = self._load_back(req, lock, room.full)
         if not self._place(req):
             # The plan's target pages stay locked until its bytes are on their way.
             self._tree.finish_load_back(self.load_plans)
@@ -90,16 +100,22 @@ class PrefillAdder:
         self._holders.append(req)
         return Admission.ADMITTED
 
-    def _need(self, req: Req) -> int:
+    def _need(self, req: Req) -> Room:
         # Alone, a request only has to fit its prompt: what it may grow by was cut to the pool at its arrival.
         new_tokens = self._expected_tokens(req) if self._holders else 0
-        return self._memory.growth(len(req.prefix_indices), len(req.fill_ids) + new_tokens)
+        end_len = len(req.fill_ids) + new_tokens
+        states = Room(states=self._rows.request_owned_slots)
+        return states + self._memory.lasting_growth(
+            req, len(req.prefix_indices), end_len, prefills=True
+        )
 
-    def _outstanding(self, req: Req) -> int:
+    def _outstanding(self, req: Req) -> Room:
         """Slots that a request which runs already is expected to ask for: the rest of its prompt, and growth."""
         uncomputed = max(0, req.num_tokens - 1 - req.kv_committed_len)
         end_len = req.kv_committed_len + uncomputed + self._expected_tokens(req)
-        return self._memory.growth(req.kv_committed_len, end_len)
+        return self._memory.lasting_growth(
+            req, req.kv_committed_len, end_len, prefills=req.prefilling
+        )
 
     def _expected_tokens(self, req: Req) -> int:
         horizon = min(req.remaining_new_tokens, _GROWTH_HORIZON_TOKENS)
@@ -127,20 +143,19 @@ class PrefillAdder:
         return new_lock
 
     def _place(self, req: Req) -> bool:
+        if not self._memory.take_states(req):
+            return False
         rows = self._rows.alloc(1)
         if rows is None:
+            self._rows.free_states(req)
             return False
-        slot = self._rows.alloc_recurrent_slot(req.dp_rank)
-        if slot is None:
-            self._rows.free(rows[0])
-            return False
-        req.req_pool_idx, req.recurrent_pool_idx = rows[0], slot
+        req.req_pool_idx = rows[0]
         req.cache_protected_len = req.last_matched_prefix_len
         self._rows.write((rows[0], slice(0, len(req.prefix_indices))), req.prefix_indices)
         if self._extend(req):
             return True
         self._rows.free(rows[0])
-        self._rows.free_recurrent_slot(slot, req.dp_rank)
+        self._rows.free_states(req)
         return False
 
     def _extend(self, req: Req) -> bool:
@@ -152,32 +167,24 @@ class PrefillAdder:
         slots = self._memory.extend(prefix_len, seq_len, last_slot)
         if slots is None:
             return False
-        row = req.req_pool_idx
-        self._rows.write((row, slice(prefix_len, seq_len)), slots)
         req.fill_ids = tokens[:seq_len]
-        req.kv_committed_len = req.kv_allocated_len = seq_len
+        req.prefilling = seq_len < len(tokens)
         self.budget_tokens -= seq_len - prefix_len
         self.reqs.append(req)
         self.items.append(
-            ForwardItem(
-                rid=req.rid,
-                req_pool_idx=row,
-                token_ids=np.asarray(tokens[prefix_len:seq_len], dtype=np.int32),
-                prefix_len=prefix_len,
-                out_slots=slots,
-                page_table=self._rows.page_table(row, seq_len, self._memory.page_size),
-                wants_token=seq_len == len(tokens),
-                sampling=req.sampling,
-                num_sampled=req.num_sampled,
-                recurrent_slot=req.recurrent_pool_idx,
-                top_logprobs_num=req.request.top_logprobs_num,
+            self._builder.build(
+                req,
+                prefix_len,
+                slots,
+                np.asarray(tokens[prefix_len:seq_len], dtype=np.int32),
+                wants_token=not req.prefilling,
             )
         )
         return True
 
     def _chunk_len(self, req: Req, prefix_len: int) -> int:
-        """Tokens of the next chunk: all that is left, or as many whole pages as the budget holds."""
-        left = req.num_tokens - prefix_len
+        """Tokens of the next chunk: all up to the end or a border, or as many whole pages as the budget holds."""
+        left = self._tracking.cut(prefix_len, req.num_tokens) - prefix_len
         if left <= self.budget_tokens:
             return left
         page_size = self._memory.page_size

@@ -148,9 +148,18 @@ class PagedTokenToKVPoolAllocator:
             for pages in pending:
                 self._put(pages)
 
+    def growth(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Tokens, in whole pages, that `alloc_extend` would take."""
+        pairs = zip(prefix_lens, seq_lens, strict=True)
+        return self.page_size * sum(self._pages_to_grow(prefix, seq) for prefix, seq in pairs)
+
     def free_pages(self) -> Int32Array:
         """A copy of the free page ids, for checks."""
         return self._stack[: self._top].copy()
+
+    def owned_pages(self) -> Int32Array:
+        """The ids of all pages that are handed out, ascending, for checks."""
+        return np.flatnonzero(self._state == _OWNED).astype(np.int32)
 
     def check_invariants(self) -> None:
         """Raise SlotStateError unless the free stack and the page states tell the same story."""

@@ -20,6 +20,7 @@ from . import model_spec
 ENGINES = ("embedded", "sgl-jax")
 DTYPES = ("float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+STATES_PER_REQUEST = 4
 
 
 class ArgumentError(ValueError):
@@ -45,6 +46,10 @@ class EngineArgs:
     page_size: int = 16
     # Size of the device KV pool in tokens, a multiple of page_size.
     max_total_tokens: int = 16384
+    # Tokens of the sliding layers' own pool for each token of the full one, over 0 to 1.
+    swa_full_tokens_ratio: float = 0.8
+    # Recurrent states that the prefix cache may hold on the device; None: 4 for each running request.
+    max_recurrent_states: int | None = None
     # Requests that run at once; others wait.
     max_running_requests: int = 8
     # Prompt tokens computed in one step, a multiple of page_size.
@@ -143,6 +148,7 @@ class _Number:
     high: float
     help: str
     of_server: bool = False
+    optional: bool = False
 
     @property
     def option(self) -> str:
@@ -155,7 +161,7 @@ class _Number:
             raise self._wrong(text) from None
 
     def check(self, value: float | None) -> None:
-        if value is None and self.field == "context_length":
+        if value is None and self.optional:
             return
         kinds = (int, float) if self.kind is float else (int,)
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -179,6 +185,7 @@ _NUMBERS = (
         _UNBOUNDED,
         "longest sequence in tokens, prompt and answer (default: the model's); "
         "an answer that reaches it ends there, with finish_reason length",
+        optional=True,
     ),
     _Number("random_seed", int, 0, 2**32 - 1, "seed of sampling (default 0)"),
     _Number("page_size", int, 1, 4096, f"tokens per KV page (default {EngineArgs.page_size})"),
@@ -188,6 +195,23 @@ _NUMBERS = (
         1,
         _UNBOUNDED,
         f"size of the device KV pool in tokens (default {EngineArgs.max_total_tokens})",
+    ),
+    _Number(
+        "swa_full_tokens_ratio",
+        float,
+        1 / 4096,
+        1,
+        "tokens of the sliding layers' pool for each of max_total_tokens "
+        f"(default {EngineArgs.swa_full_tokens_ratio})",
+    ),
+    _Number(
+        "max_recurrent_states",
+        int,
+        4,
+        _UNBOUNDED,
+        "recurrent states that the prefix cache may hold on the device "
+        f"(default {STATES_PER_REQUEST} for each of max_running_requests)",
+        optional=True,
     ),
     _Number(
         "max_running_requests",

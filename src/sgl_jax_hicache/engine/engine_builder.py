@@ -18,16 +18,15 @@ from sgl_jax.srt.mem_cache.hicache import builder as hicache_builder
 from sgl_jax.srt.mem_cache.hicache.memory_budget import host_pool_pages
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
 
-from .allocator import PagedTokenToKVPoolAllocator
+from .device_pools import DevicePools, build_device_pools
 from .engine import Engine, EngineParts
 from .engine_args import ArgumentError, EngineArgs
 from .engine_metrics import EngineMetrics
 from .kv_cache_builder import build_kv_cache, register_kv_cache
-from .memory_pool import RecurrentStatePool, build_kv_pool, build_recurrent_pool
 from .model_config import ModelConfig, ModelError
 from .model_runner import DEFAULT_TILES, ModelRunner
-from .pool_budget import check_device_pool, read_device_room
-from .req_to_token_pool import HybridReqToTokenPool, ReqToTokenPool
+from .pool_budget import read_device_room
+from .pool_sizes import PoolSizes, check_device_room, pool_sizes
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
 from .weights import LoadedModel, ModelParams, load_model, read_config
@@ -48,13 +47,7 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     _check_reuse(args, config)
     if args.hicache.has_storage:
         prepare_root(args.hicache.storage_path)
-    check_device_pool(
-        args.max_total_tokens,
-        args.page_size,
-        config.kv_bytes_per_token(args.dtype),
-        _weight_bytes(config) + (args.max_running_requests + 1) * config.state_bytes_per_request(),
-        read_device_room(),
-    )
+    check_device_room(args, config, _weight_bytes(config), read_device_room())
     if args.hicache.enabled:
         host_pool_pages(
             args.hicache,
@@ -71,25 +64,26 @@ def build_engine(args: EngineArgs) -> Engine:
     with _told(f"loading the weights of {args.model_path}"):
         model = load_model(args.model_path)
     context_len = args.context_length or model.config.max_position_embeddings
-    pool = build_kv_pool(
-        model.config, size=args.max_total_tokens, page_size=args.page_size, dtype=args.dtype
+    sizes = pool_sizes(args, model.config)
+    pools = build_device_pools(
+        model.config,
+        sizes,
+        page_size=args.page_size,
+        dtype=args.dtype,
+        max_running_requests=args.max_running_requests,
+        context_len=context_len,
     )
-    # Committed to their device from the start, as every step and transfer leaves them: else all compiles twice.
-    pool.kv_buffer[:] = jax.device_put(pool.kv_buffer, jax.devices()[0])
-    allocator = PagedTokenToKVPoolAllocator(args.max_total_tokens, args.page_size, pool)
-    states = build_recurrent_pool(model.config, args.max_running_requests)
-    rows = _build_rows(args.max_running_requests, context_len, states)
     runner = ModelRunner(
         model.config,
         ModelParams(**jax.device_put(vars(model.params), jax.devices()[0])),
-        pool,
+        pools.kv,
         max_running_requests=args.max_running_requests,
         extend_tile_tokens=DEFAULT_TILES,
         max_context_len=context_len,
-        recurrent_pool=states,
+        recurrent_pool=pools.states,
     )
     registry = CollectorRegistry()
-    tree = _build_tree(args, model, rows, allocator, registry)
+    tree = _build_tree(args, model, sizes, pools, registry)
     scheduler = Scheduler(
         SchedulerConfig(
             args.chunked_prefill_size,
@@ -98,8 +92,8 @@ def build_engine(args: EngineArgs) -> Engine:
         ),
         runner,
         tree,
-        rows,
-        allocator,
+        pools.rows,
+        pools.allocator,
         EngineMetrics(registry),
     )
     parts = EngineParts(
@@ -133,15 +127,24 @@ def _preparation() -> str:
     return f"preparing the programs{kept}"
 
 
-def _tell_without_hicache(args: EngineArgs, config: ModelConfig) -> None:
+def _tell_without_hicache(args: EngineArgs, config: ModelConfig, sizes: PoolSizes) -> None:
     reuse = "nothing is reused" if args.disable_radix_cache else "prefixes are reused from L1 only"
+    also = "".join(
+        f", {number} {what}"
+        for number, what in (
+            (sizes.swa_tokens // args.page_size, "pages of sliding layers"),
+            (sizes.states, "recurrent states"),
+        )
+        if number
+    )
     logger.info(
-        "HiCache is off (no --hicache-storage): %s. L1 device: %d pages of %d tokens, %.2f GiB. "
+        "HiCache is off (no --hicache-storage): %s. L1 device: %d pages of %d tokens%s, %.2f GiB. "
         "L2 host: none. L3 storage: none.",
         reuse,
         args.max_total_tokens // args.page_size,
         args.page_size,
-        args.max_total_tokens * config.kv_bytes_per_token(args.dtype) / 2**30,
+        also,
+        (sizes.kv_bytes(config, args.page_size, args.dtype) + sizes.state_bytes(config)) / 2**30,
     )
 
 
@@ -168,17 +171,13 @@ def _check_reuse(args: EngineArgs, config: ModelConfig) -> None:
         raise ArgumentError(f"{problem}; add --disable-radix-cache")
 
 
-def _build_rows(size: int, context_len: int, states: RecurrentStatePool | None) -> ReqToTokenPool:
-    if states is None:
-        return ReqToTokenPool(size, context_len)
-    return HybridReqToTokenPool(size, context_len, states.size)
-
-
 def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:
     """Host memory that the engine itself will take: on CPU the weights and the device pool."""
     if jax.default_backend() != "cpu":
         return 0
-    return _weight_bytes(config) + args.max_total_tokens * config.kv_bytes_per_token(args.dtype)
+    sizes = pool_sizes(args, config)
+    kv_bytes = sizes.kv_bytes(config, args.page_size, args.dtype)
+    return _weight_bytes(config) + kv_bytes + sizes.state_bytes(config)
 
 
 def _weight_bytes(config: ModelConfig) -> int:
@@ -192,23 +191,34 @@ def _weight_bytes(config: ModelConfig) -> int:
 def _build_tree(
     args: EngineArgs,
     model: LoadedModel,
-    rows: ReqToTokenPool,
-    allocator: PagedTokenToKVPoolAllocator,
+    sizes: PoolSizes,
+    pools: DevicePools,
     registry: CollectorRegistry,
 ) -> Any:
     if not args.hicache.enabled:
-        _tell_without_hicache(args, model.config)
+        _tell_without_hicache(args, model.config, sizes)
     hicache_builder.register(register_kv_cache)
     return build_kv_cache(
         hicache_builder.UNIFIED_RADIX_CACHE,
         config=args.hicache,
-        req_to_token_pool=rows,
-        token_to_kv_pool_allocator=allocator,
+        req_to_token_pool=pools.rows,
+        token_to_kv_pool_allocator=pools.allocator,
         page_size=args.page_size,
         model_identity=hicache_builder.ModelIdentity(model.model_id, model.model_version),
         disable=args.disable_radix_cache,
         registry=registry,
+        **_hybrid_parts(model.config, pools),
     )
+
+
+def _hybrid_parts(config: ModelConfig, pools: DevicePools) -> dict[str, Any]:
+    """What the cache must know of layers that do not attend to the whole past; nothing for models without them."""
+    parts: dict[str, Any] = {}
+    if config.sliding_window is not None:
+        parts["sliding_window_size"] = config.sliding_window
+    if pools.states is not None:
+        parts["recurrent_state_pool"] = pools.states
+    return parts
 
 
 def _info(args: EngineArgs, model: LoadedModel, context_len: int) -> dict[str, Any]:
@@ -232,6 +242,7 @@ def _info(args: EngineArgs, model: LoadedModel, context_len: int) -> dict[str, A
             "vocab_size": model.tokenizer.vocab_size,
             "num_layers": model.config.num_layers,
             "kv_bytes_per_token": model.config.kv_bytes_per_token(args.dtype),
+            "sliding_window": model.config.sliding_window,
             "state_bytes_per_request": model.config.state_bytes_per_request(),
         },
         "platform": jax.default_backend(),

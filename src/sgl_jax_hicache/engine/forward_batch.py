@@ -39,6 +39,32 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class SWASlots:
+    """Where sliding layers keep what `out_slots` and `page_table` of a ForwardItem name, in the same shapes.
+
+    Pages before the window may be 0.
+    """
+
+    out_slots: Int32Array
+    page_table: Int32Array
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """A request's slots of the recurrent state pool; 0 is none.
+
+    `running`: read and written by the step. Before it `cow_src` is copied to `running`, after it `running` to `track`.
+    """
+
+    running: int = 0
+    cow_src: int = 0
+    track: int = 0
+
+
+NO_STATES = StateSlots()
+
+
+@dataclass(frozen=True)
 class ForwardItem:
     """One request's part of a step.
 
@@ -46,7 +72,7 @@ class ForwardItem:
     `out_slots` int32[n]. DECODE: n is 1 and `token_ids` is None: the input is the token this request sampled last,
     which the runner keeps on the device by `req_pool_idx` (so a step can be dispatched before the last one is read).
     `page_table` int32[ceil((prefix_len + n) / page_size)]: pages of the whole sequence, in order.
-    `recurrent_slot`: the request's slot of the recurrent state pool, 0 for models without one.
+    `states`: none for models without a recurrent pool; `swa`: None for those without an SWA pool.
     `wants_token`: False for a prefill chunk that is not the prompt's last.
     """
 
@@ -60,7 +86,8 @@ class ForwardItem:
     sampling: SamplingParams
     # Tokens this request has sampled before this step (position in its random stream).
     num_sampled: int = 0
-    recurrent_slot: int = 0
+    states: StateSlots = NO_STATES
+    swa: SWASlots | None = None
     top_logprobs_num: int = 0
 
     @property

@@ -26,7 +26,7 @@ def _packing(dtype: np.dtype[Any]) -> int:
 
 
 class _PagedKVPool:
-    """What both pools share: sizes in tokens, and a buffer of `row_shape` per page and layer."""
+    """What both pools share: sizes in tokens, and a buffer of `row_shape` per page and layer (or no layer at all)."""
 
     def __init__(
         self, size: int, page_size: int, dtype: str, layer_num: int, row_shape: tuple[int, ...]
@@ -121,13 +121,10 @@ class MLATokenToKVPool(_PagedKVPool):
 KVPool = MHATokenToKVPool | MLATokenToKVPool
 
 
-def build_kv_pool(
-    config: ModelConfig, *, size: int, page_size: int, dtype: str = "float32"
+def build_attention_pool(
+    config: ModelConfig, layer_num: int, *, size: int, page_size: int, dtype: str = "float32"
 ) -> KVPool:
-    """The pool of `config`'s attention layers, for `size` tokens (a multiple of `page_size`), zero-filled.
-
-    Sliding layers keep the KV of all tokens too; they read only their window.
-    """
+    """A pool of `size` tokens (a multiple of `page_size`) for `layer_num` layers of `config`'s kind, zero-filled."""
     if config.mla is not None:
         return MLATokenToKVPool(
             size,
@@ -135,16 +132,9 @@ def build_kv_pool(
             dtype,
             config.mla.kv_lora_rank,
             config.mla.qk_rope_head_dim,
-            len(config.attention_layers),
+            layer_num,
         )
-    return MHATokenToKVPool(
-        size,
-        page_size,
-        dtype,
-        config.num_kv_heads,
-        config.head_dim,
-        len(config.attention_layers),
-    )
+    return MHATokenToKVPool(size, page_size, dtype, config.num_kv_heads, config.head_dim, layer_num)
 
 
 class RecurrentStatePool:

@@ -116,17 +116,19 @@ class ModelConfig:
         """Number of decoder layers."""
         return len(self.layer_kinds)
 
+    def layers_of(self, *kinds: LayerKind) -> tuple[int, ...]:
+        """The layers of these kinds; the buffers of their pool come in this order."""
+        return tuple(index for index, kind in enumerate(self.layer_kinds) if kind in kinds)
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with KV; the pool's buffers come in this order."""
-        kinds = enumerate(self.layer_kinds)
-        return tuple(index for index, kind in kinds if kind is not LayerKind.RECURRENT)
+        """The layers with KV."""
+        return self.layers_of(LayerKind.FULL, LayerKind.SLIDING)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers with a state; the state pool's buffers come in this order."""
-        kinds = enumerate(self.layer_kinds)
-        return tuple(index for index, kind in kinds if kind is LayerKind.RECURRENT)
+        """The layers with a state."""
+        return self.layers_of(LayerKind.RECURRENT)
 
     @property
     def is_full_attention(self) -> bool:
@@ -139,9 +141,13 @@ class ModelConfig:
             return self.mla.latent_dim
         return 2 * self.num_kv_heads * self.head_dim
 
-    def kv_bytes_per_token(self, dtype: str = "float32") -> int:
-        """Bytes that one token keeps over all attention layers, at KV dtype `dtype`."""
-        return len(self.attention_layers) * self.kv_values_per_token() * kv_dtype(dtype).itemsize
+    def kv_bytes_per_token(
+        self,
+        dtype: str = "float32",
+        kinds: tuple[LayerKind, ...] = (LayerKind.FULL, LayerKind.SLIDING),
+    ) -> int:
+        """Bytes that one token keeps over all layers of these kinds, at KV dtype `dtype`."""
+        return len(self.layers_of(*kinds)) * self.kv_values_per_token() * kv_dtype(dtype).itemsize
 
     def state_bytes_per_request(self) -> int:
         """Bytes of recurrent and convolution state (float32) that a request keeps, whatever its length."""

@@ -21,14 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from .forward_batch import ForwardBatch, ForwardItem, ForwardMode, SamplingParams, StepOutput
+from .forward_batch import (
+    ForwardBatch,
+    ForwardItem,
+    ForwardMode,
+    SamplingParams,
+    StepOutput,
+    SWASlots,
+)
 from .layers.basic import linear, rms_norm, rope_tables
 from .layers.decoder_layer import decoder_layer
 from .layers.paged_attention import TileMeta, block_pages, page_table_width
 from .layers.recurrent_layer import LONGEST_CHUNK_TOKENS, chunk_tokens, recurrent_layer
-from .memory_pool import KVPool, RecurrentStatePool
+from .memory_pool import RecurrentStatePool
 from .model_config import LayerKind, ModelConfig
 from .sampler import SamplingRows, chosen_logprobs, greedy_tokens, sample_tokens, sampling_rows
+from .state_copies import copy_states
+from .swa_kv_pool import SWAKVPool, TokenKVPool, layer_buffers
 from .weights.params import ModelParams
 
 DEFAULT_TILES = (16, 64, 256)
@@ -51,6 +60,13 @@ class _HostTile(NamedTuple):
     state_slots: npt.NDArray[np.int32]
 
 
+class _SWATile(NamedTuple):
+    """What sliding layers see instead of the arrays of the same names, if they have a pool of their own."""
+
+    out_slots: npt.NDArray[np.int32]
+    page_table: npt.NDArray[np.int32]
+
+
 class ModelRunner:
     """Computes ForwardBatches.
 
@@ -63,7 +79,7 @@ class ModelRunner:
         self,
         config: ModelConfig,
         params: ModelParams,
-        kv_pool: KVPool,
+        kv_pool: TokenKVPool,
         *,
         max_running_requests: int,
         extend_tile_tokens: Sequence[int] = DEFAULT_TILES,
@@ -85,6 +101,8 @@ class ModelRunner:
         self.recurrent_pool = recurrent_pool
         self.max_running_requests = max_running_requests
         self._params = params
+        self._layer_buffers = layer_buffers(kv_pool, config)
+        self._has_swa_pool = isinstance(kv_pool, SWAKVPool)
         self._tiles = tuple(sorted(set(extend_tile_tokens)))
         self._table_width = page_table_width(max_context_len, kv_pool.page_size)
         # A tile that starts between two borders ends at the next one; see layers/gated_delta.py.
@@ -98,29 +116,42 @@ class ModelRunner:
         self._last_tokens = jnp.zeros(max_running_requests + 2, jnp.int32, device=self._device)
 
     def dispatch(self, batch: ForwardBatch) -> StepOutput:
-        """Enqueues one step and returns its outputs as futures; the pool's buffers are rebound before it returns.
+        """Enqueues one step and returns its outputs as futures; the pools' buffers are rebound before it returns.
 
-        Raises ValueError for a batch the runner was not built for (too many items, a context too long).
+        Recurrent states are copied as the items say, before the step and after it. Raises ValueError for a batch the
+        runner was not built for (too many items, a context too long).
         """
         self._check(batch)
+        self._copy_states([(i.states.cow_src, i.states.running) for i in batch.items])
         if batch.mode is ForwardMode.DECODE:
-            return self._sample(batch, self._decode_hidden(batch))
-        return self._sample(batch, self._extend_hidden(batch))
+            hidden: jax.Array | None = self._decode_hidden(batch)
+        else:
+            hidden = self._extend_hidden(batch)
+        self._copy_states([(i.states.running, i.states.track) for i in batch.items])
+        return self._sample(batch, hidden)
+
+    def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        wanted = [(source, target) for source, target in pairs if source and target]
+        if wanted and self.recurrent_pool is not None:
+            copy_states(self.recurrent_pool, wanted, self._padded(len(wanted)))
 
     def warm_up(self) -> None:
         """Compiles every program that serving needs, by running steps that write to the sentinel page only."""
-        page_size = self.kv_pool.page_size
+        page_size, swa = self.kv_pool.page_size, self._has_swa_pool
         for tile in self._tiles:
-            self._block_on(self.dispatch(_idle_extend(tile, page_size, SamplingParams())))
+            self._block_on(self.dispatch(_idle_extend(tile, page_size, SamplingParams(), swa=swa)))
         sampled = SamplingParams(temperature=1.0, seed=0)
         for size in self._batch_sizes():
             num_items = min(size, self.max_running_requests)
             for settings in (SamplingParams(), sampled):
-                self._block_on(self.dispatch(_idle_decode(num_items, settings)))
+                self._block_on(self.dispatch(_idle_decode(num_items, settings, swa=swa)))
+            if self.recurrent_pool is not None:
+                copy_states(self.recurrent_pool, (), size)
 
     def _block_on(self, output: StepOutput) -> None:
         states = [] if self.recurrent_pool is None else self.recurrent_pool.recurrent_buffers
-        for array in (output.next_token_ids, *self.kv_pool.kv_buffer, *states):
+        kv = [kept.buffers[kept.place] for kept in self._layer_buffers.values()]
+        for array in (output.next_token_ids, *kv, *states):
             array.block_until_ready()
 
     def _check(self, batch: ForwardBatch) -> None:
@@ -132,17 +163,23 @@ class ModelRunner:
                 raise ValueError(
                     f"req_pool_idx {item.req_pool_idx} outside [0, {self.max_running_requests}]"
                 )
-            if not 0 <= item.recurrent_slot <= self._state_slots:
-                raise ValueError(
-                    f"request {item.rid}: recurrent slot {item.recurrent_slot} outside "
-                    f"[0, {self._state_slots}]"
-                )
+            for slot in (item.states.running, item.states.cow_src, item.states.track):
+                if not 0 <= slot <= self._state_slots:
+                    raise ValueError(
+                        f"request {item.rid}: recurrent slot {slot} outside [0, {self._state_slots}]"
+                    )
             pages = -(-(item.prefix_len + item.num_tokens) // self.kv_pool.page_size)
             if not pages <= len(item.page_table) <= self._table_width:
                 raise ValueError(
                     f"request {item.rid}: page table of {len(item.page_table)} pages, needs "
                     f"{pages} to {self._table_width}"
                 )
+            if self._has_swa_pool and (
+                item.swa is None
+                or len(item.swa.page_table) != len(item.page_table)
+                or len(item.swa.out_slots) != item.num_tokens
+            ):
+                raise ValueError(f"request {item.rid}: its SWA slots do not go with its slots")
 
     def _batch_sizes(self) -> list[int]:
         """The padded batch sizes in use: buckets below the largest batch, and the largest batch itself."""
@@ -155,14 +192,17 @@ class ModelRunner:
     def _decode_hidden(self, batch: ForwardBatch) -> jax.Array:
         """Final hidden states [padded batch, hidden] of one token per item."""
         num_rows = self._padded(len(batch.items))
-        tile = self._empty_tile(num_rows, 1)
+        tile, swa = self._empty_tile(num_rows, 1), self._empty_swa_tile(num_rows, 1)
         indices = np.full(num_rows, self._scratch_idx, np.int32)
         for row, item in enumerate(batch.items):
             indices[row] = item.req_pool_idx
             tile.positions[row, 0] = item.prefix_len
             tile.out_slots[row, 0] = item.out_slots[0]
             tile.page_table[row, : len(item.page_table)] = item.page_table
-            tile.state_slots[row] = item.recurrent_slot
+            tile.state_slots[row] = item.states.running
+            if swa is not None and item.swa is not None:
+                swa.out_slots[row, 0] = item.swa.out_slots[0]
+                swa.page_table[row, : len(item.swa.page_table)] = item.swa.page_table
         longest = max(item.prefix_len for item in batch.items) + 1
         tile.num_blocks[...] = self._blocks_for(longest)
         meta = jax.device_put(tile, self._device)
@@ -173,7 +213,7 @@ class ModelRunner:
             jax.device_put(indices, self._device),
             meta.positions,
         )
-        return self._run_layers(hidden, TileMeta(*meta, *tables))
+        return self._run_layers(hidden, TileMeta(*meta, *tables), swa)
 
     def _extend_hidden(self, batch: ForwardBatch) -> jax.Array | None:
         """Hidden state of each item's last token [padded batch, hidden]; None if no item wants a token."""
@@ -193,14 +233,17 @@ class ModelRunner:
         if item.token_ids is None:
             raise ValueError(f"request {item.rid}: an EXTEND item needs token_ids")
         for start, length, size in self._cut(item.prefix_len, item.num_tokens):
-            tile = self._empty_tile(1, size)
+            tile, swa = self._empty_tile(1, size), self._empty_swa_tile(1, size)
             tokens = np.zeros(size, np.int32)
             tokens[:length] = item.token_ids[start : start + length]
             first = item.prefix_len + start
             tile.positions[0, :length] = np.arange(first, first + length)
             tile.out_slots[0, :length] = item.out_slots[start : start + length]
             tile.page_table[0, : len(item.page_table)] = item.page_table
-            tile.state_slots[0] = item.recurrent_slot
+            tile.state_slots[0] = item.states.running
+            if swa is not None and item.swa is not None:
+                swa.out_slots[0, :length] = item.swa.out_slots[start : start + length]
+                swa.page_table[0, : len(item.swa.page_table)] = item.swa.page_table
             tile.num_blocks[...] = self._blocks_for(first + length)
             meta = jax.device_put(tile, self._device)
             hidden, tables = _embed_tokens(
@@ -209,7 +252,7 @@ class ModelRunner:
                 jax.device_put(tokens, self._device),
                 meta.positions,
             )
-            hidden = self._run_layers(hidden, TileMeta(*meta, *tables))
+            hidden = self._run_layers(hidden, TileMeta(*meta, *tables), swa)
         return hidden, length - 1
 
     def _cut(self, prefix_len: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
@@ -238,17 +281,28 @@ class ModelRunner:
             state_slots=np.zeros(seqs, np.int32),
         )
 
-    def _run_layers(self, hidden: jax.Array, meta: TileMeta) -> jax.Array:
-        kv, states = self.kv_pool.kv_buffer, self.recurrent_pool
+    def _empty_swa_tile(self, seqs: int, rows: int) -> _SWATile | None:
+        if not self._has_swa_pool:
+            return None
+        return _SWATile(
+            out_slots=np.zeros((seqs, rows), np.int32),
+            page_table=np.zeros((seqs, self._table_width), np.int32),
+        )
+
+    def _run_layers(self, hidden: jax.Array, meta: TileMeta, swa: _SWATile | None) -> jax.Array:
+        states, state_index = self.recurrent_pool, 0
+        swa_meta = meta
+        if swa is not None:
+            swa_meta = meta._replace(**jax.device_put(swa, self._device)._asdict())
         fixed = (self.config, self.kv_pool.page_size)
-        kv_index = state_index = 0
-        for kind, params in zip(self.config.layer_kinds, self._params.layers, strict=True):
+        layers = zip(self.config.layer_kinds, self._params.layers, strict=True)
+        for layer, (kind, params) in enumerate(layers):
             if kind is not LayerKind.RECURRENT:
+                kv, index, is_swa = self._layer_buffers[layer]
                 window = self.config.sliding_window if kind is LayerKind.SLIDING else None
-                kv[kv_index], hidden = _attention_layer(
-                    *fixed, params, kv[kv_index], hidden, meta, window
+                kv[index], hidden = _attention_layer(
+                    *fixed, params, kv[index], hidden, swa_meta if is_swa else meta, window
                 )
-                kv_index += 1
             elif states is not None:
                 state, conv = states.recurrent_buffers, states.conv_buffers[state_index]
                 state[state_index], conv[0], hidden = _recurrent_layer(
@@ -365,27 +419,38 @@ def _sampling_head(
     return tokens, chosen, logprobs, last_tokens.at[targets].set(tokens)
 
 
-def _idle_extend(tokens: int, page_size: int, settings: SamplingParams) -> ForwardBatch:
-    item = _idle_item(0, np.zeros(tokens, np.int32), -(-tokens // page_size), settings)
+def _idle_extend(
+    tokens: int, page_size: int, settings: SamplingParams, *, swa: bool
+) -> ForwardBatch:
+    token_ids = np.zeros(tokens, np.int32)
+    item = _idle_item(0, token_ids, -(-tokens // page_size), settings, swa=swa)
     return ForwardBatch(ForwardMode.EXTEND, (item,))
 
 
-def _idle_decode(num_items: int, settings: SamplingParams) -> ForwardBatch:
-    items = [_idle_item(index, None, 1, settings) for index in range(num_items)]
+def _idle_decode(num_items: int, settings: SamplingParams, *, swa: bool) -> ForwardBatch:
+    items = [_idle_item(index, None, 1, settings, swa=swa) for index in range(num_items)]
     return ForwardBatch(ForwardMode.DECODE, tuple(items))
 
 
 def _idle_item(
-    index: int, token_ids: npt.NDArray[np.int32] | None, num_pages: int, settings: SamplingParams
+    index: int,
+    token_ids: npt.NDArray[np.int32] | None,
+    num_pages: int,
+    settings: SamplingParams,
+    *,
+    swa: bool,
 ) -> ForwardItem:
     """An item whose KV goes to the sentinel page."""
+    out_slots = np.zeros(1 if token_ids is None else len(token_ids), np.int32)
+    page_table = np.zeros(num_pages, np.int32)
     return ForwardItem(
         rid=f"warm-up-{index}",
         req_pool_idx=index,
         token_ids=token_ids,
         prefix_len=0,
-        out_slots=np.zeros(1 if token_ids is None else len(token_ids), np.int32),
-        page_table=np.zeros(num_pages, np.int32),
+        out_slots=out_slots,
+        page_table=page_table,
         wants_token=True,
         sampling=settings,
+        swa=SWASlots(out_slots, page_table) if swa else None,
     )

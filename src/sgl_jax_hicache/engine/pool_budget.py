@@ -42,30 +42,31 @@ def read_device_room() -> DeviceRoom | None:
 def check_device_pool(
     max_total_tokens: int,
     page_size: int,
-    bytes_per_token: int,
-    weight_bytes: int,
+    bytes_per_token: float,
+    fixed_bytes: int,
     room: DeviceRoom | None,
 ) -> None:
-    """Raises ArgumentError, with the largest pool that fits, if this one and the weights do not fit `room`.
+    """Raises ArgumentError, with the largest pool that fits, if this one and `fixed_bytes` do not fit `room`.
 
-    The pool has a page more than `max_total_tokens`, for what padding writes.
+    `bytes_per_token`: what a token of the pool costs, that of a smaller pool beside it included. The pool has a page
+    more than `max_total_tokens`, for what padding writes.
     """
     if room is None:
         return
-    left_bytes = max(0, room.budget_bytes - weight_bytes)
+    left_bytes = max(0, room.budget_bytes - fixed_bytes)
     pool_bytes = (max_total_tokens + page_size) * bytes_per_token
     if pool_bytes <= left_bytes:
         return
-    fitting_tokens = (left_bytes // (page_size * bytes_per_token) - 1) * page_size
+    fitting_tokens = int(left_bytes // (page_size * bytes_per_token) - 1) * page_size
     if fitting_tokens > 0:
         remedy = f"use --max-total-tokens {fitting_tokens} or less"
     else:
         remedy = "not even one page fits: free memory, or choose a smaller model"
     raise ArgumentError(
         f"--max-total-tokens {max_total_tokens} asks for a device pool of {_gib(pool_bytes)}, "
-        f"but {_gib(left_bytes)} can be used ({room.source}, less reserve and weights); {remedy}"
+        f"but {_gib(left_bytes)} can be used ({room.source}, less reserve, weights and states); {remedy}"
     )
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"

@@ -6,7 +6,13 @@ The fields that the prefix cache reads and writes carry sgl-jax's names and mean
     |-- the tree's --|-- the request's, computed --|-- computed in this step --|
 
 Slots below `cache_protected_len` are the tree's and are locked through `last_node`; everything above is the request's
-own and is freed or handed to the tree by `cache_finished_req`. Scheduler thread only.
+own and is freed or handed to the tree by `cache_finished_req`. Of sliding layers, what lies before
+`swa_evicted_seqlen` is freed already.
+
+Slots of the recurrent pool: `recurrent_pool_idx` runs; `recurrent_ping_pong_track_buffer` takes copies at regular
+borders, the next at `recurrent_next_track_idx`; the one before that holds the state of the first
+`recurrent_last_track_seqlen` tokens, 0 if the tree has taken it. `recurrent_cow_src_index` is the tree's slot with the
+state of the reused prefix, until the first step has copied it. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -76,7 +82,13 @@ class Req:
     def _clear_placement(self) -> None:
         """The state of a request that holds no row, no slot and no lock."""
         self.req_pool_idx: int = -1
+        self.prefilling = False  # part of its prompt is not computed yet
         self.recurrent_pool_idx = 0
+        self.recurrent_state_len = 0  # tokens that the running slot has consumed
+        self.recurrent_ping_pong_track_buffer: list[int] = []
+        self.recurrent_next_track_idx = 0
+        self.recurrent_last_track_seqlen = 0
+        self.recurrent_cow_src_index: int | None = None
         self.fill_ids: list[int] = []
         self.prefix_indices: Int32Array = np.empty(0, dtype=np.int32)
         self.last_node: Any = None
@@ -127,7 +139,10 @@ class Req:
     def init_next_round_input(self, tree: TreeCache) -> None:
         """Look the prefix up again; the request must hold nothing. Splits nodes, takes no lock."""
         self.fill_ids = self.all_token_ids
-        match = tree.match_prefix(MatchPrefixParams(key=self.prefix_key(), req=self))
+        self.recurrent_cow_src_index = None  # the tree sets it, now or when it loads
+        match = tree.match_prefix(
+            MatchPrefixParams(key=self.prefix_key(), cow_recurrent=True, req=self)
+        )
         self.prefix_indices = match.device_indices
         self.last_node = match.last_device_node
         self.last_host_node = match.last_host_node

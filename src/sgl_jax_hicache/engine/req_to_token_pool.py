@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,24 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 
 
+class StateHolder(Protocol):
+    """What the pool writes on a request; see `req.py`."""
+
+    dp_rank: int
+    recurrent_pool_idx: int
+    recurrent_ping_pong_track_buffer: list[int]
+
+
 class ReqToTokenPool:
     """`req_to_token` int32[size, max_context_len]; a row belongs to one running request from `alloc` to `free`.
 
     Rows are read by copy: a dispatched step never sees a later change. Scheduler thread only.
     """
+
+    # Slots of the recurrent state pool: all, those that one request takes, and how many of these are track slots.
+    slots_per_rank = 0
+    request_owned_slots = 0
+    track_slots = 0
 
     def __init__(self, size: int, max_context_len: int) -> None:
         self.size = size
@@ -50,12 +63,16 @@ class ReqToTokenPool:
                 raise ValueError(f"request row {row} is not in use (of {self.size})")
             self.free_slots.append(row)
 
-    def alloc_recurrent_slot(self, dp_rank: int = 0) -> int | None:
-        """A slot of the recurrent state pool for one request, None if all are taken; here the dummy, 0."""
+    def recurrent_available_size(self, dp_rank: int = 0) -> int:
+        """Free state slots."""
         return 0
 
-    def free_recurrent_slot(self, slot: int, dp_rank: int = 0) -> None:
-        """Give back what `alloc_recurrent_slot` gave."""
+    def alloc_states(self, req: StateHolder) -> bool:
+        """Give the request its state slots; False with nothing changed if they are not to be had."""
+        return True
+
+    def free_states(self, req: StateHolder) -> None:
+        """Take back the state slots that the request lists."""
 
     def write(self, indices: Any, values: Int32Array) -> None:
         """`req_to_token[indices] = values`."""
@@ -71,11 +88,21 @@ class ReqToTokenPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """Rows, and slots 1 .. recurrent_slots of a recurrent state pool; a slot belongs to one request at a time."""
+    """Rows, and slots 1 .. recurrent_slots of a recurrent state pool, each in one hand at a time.
 
-    def __init__(self, size: int, max_context_len: int, recurrent_slots: int) -> None:
-        if recurrent_slots < size:
-            raise ValueError(f"{recurrent_slots} state slots are too few for {size} requests")
+    A request takes a running slot and `track_slots` more; the cache takes and gives single slots for what it keeps.
+    """
+
+    def __init__(
+        self, size: int, max_context_len: int, recurrent_slots: int, track_slots: int = 0
+    ) -> None:
+        self.track_slots = track_slots
+        self.request_owned_slots = 1 + track_slots
+        if recurrent_slots < size * self.request_owned_slots:
+            raise ValueError(
+                f"{recurrent_slots} state slots are too few for {size} requests "
+                f"with {self.request_owned_slots} each"
+            )
         self.slots_per_rank = recurrent_slots
         super().__init__(size, max_context_len)
 
@@ -83,24 +110,45 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Take every row and every slot back."""
         super().clear()
         self.recurrent_free_slots = [list(range(self.slots_per_rank, 0, -1))]
+        self._is_free = [False] + [True] * self.slots_per_rank
 
     def recurrent_available_size(self, dp_rank: int = 0) -> int:
         """Free state slots."""
         return len(self.recurrent_free_slots[dp_rank])
 
-    def held(self) -> str | None:
-        """None if neither rows nor slots are taken; else what is, in words."""
-        slots = self.slots_per_rank - self.recurrent_available_size()
-        return super().held() or (f"{slots} state slots are still held" if slots else None)
-
     def alloc_recurrent_slot(self, dp_rank: int = 0) -> int | None:
         """A slot, or None if all are taken."""
         free = self.recurrent_free_slots[dp_rank]
-        return free.pop() if free else None
+        if not free:
+            return None
+        slot = free.pop()
+        self._is_free[slot] = False
+        return slot
 
     def free_recurrent_slot(self, slot: int, dp_rank: int = 0) -> None:
         """Give a slot back. Raises ValueError if it is free already or does not exist."""
-        free = self.recurrent_free_slots[dp_rank]
-        if not 1 <= slot <= self.slots_per_rank or slot in free:
+        if not 1 <= slot <= self.slots_per_rank or self._is_free[slot]:
             raise ValueError(f"state slot {slot} is not in use (of {self.slots_per_rank})")
-        free.append(slot)
+        self._is_free[slot] = True
+        self.recurrent_free_slots[dp_rank].append(slot)
+
+    def alloc_states(self, req: StateHolder) -> bool:
+        """Give the request a running slot and its track slots; False with nothing changed if they are not to be had."""
+        if self.recurrent_available_size(req.dp_rank) < self.request_owned_slots:
+            return False
+        slots = [self._take(req.dp_rank) for _ in range(self.request_owned_slots)]
+        req.recurrent_pool_idx, *req.recurrent_ping_pong_track_buffer = slots
+        return True
+
+    def free_states(self, req: StateHolder) -> None:
+        """Take back the running slot and the track slots that the request lists."""
+        listed = [req.recurrent_pool_idx, *req.recurrent_ping_pong_track_buffer]
+        req.recurrent_pool_idx, req.recurrent_ping_pong_track_buffer = 0, []
+        for slot in listed:
+            if slot:
+                self.free_recurrent_slot(slot, req.dp_rank)
+
+    def _take(self, dp_rank: int) -> int:
+        slot = self.alloc_recurrent_slot(dp_rank)
+        assert slot is not None
+        return slot

@@ -26,17 +26,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .admission import Admission, PrefillAdder
-from .allocator import PagedTokenToKVPoolAllocator
 from .decode_reserve import DecodeReserve
 from .device_memory import DeviceMemory
 from .engine_metrics import EngineMetrics
-from .forward_batch import ForwardBatch, ForwardItem, ForwardMode, Int32Array, StepOutput
+from .fault import SchedulerFault
+from .forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
+from .item_builder import ItemBuilder
 from .outputs import FinishKind, FinishReason, OutputChunk, TokenLogprob
 from .req import GenerateRequest, Req
 from .req_to_token_pool import ReqToTokenPool
+from .room import Room
+from .state_tracking import StateTracking
 from .step import InFlightStep, read_logprobs
 from .step_times import StepTimes
 from .stop import finish_reason
+from .swa_allocator import TokenAllocator
 from .tree_cache import TreeCache
 
 logger = logging.getLogger(__name__)
@@ -50,10 +54,6 @@ class Runner(Protocol):
 
     def dispatch(self, batch: ForwardBatch) -> StepOutput:
         """Start a step; returns at once, with futures."""
-
-
-class SchedulerFault(Exception):
-    """An invariant of the scheduler is broken: slots leaked, or a flush in the middle of work."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Continuous batching over one runner, one prefix cache and one pool."""
+    """Continuous batching over one runner, one prefix cache and the pools of one model."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Scheduler:
         runner: Runner,
         tree: TreeCache,
         req_to_token_pool: ReqToTokenPool,
-        allocator: PagedTokenToKVPoolAllocator,
+        allocator: TokenAllocator,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -87,14 +87,18 @@ class Scheduler:
         self._tree = tree
         self._rows = req_to_token_pool
         self._allocator = allocator
-        self._memory = DeviceMemory(tree, allocator)
+        self._memory = DeviceMemory(tree, allocator, req_to_token_pool, config.chunked_prefill_size)
+        self._tracking = _tracking_of(tree, req_to_token_pool)
+        self._builder = ItemBuilder(
+            req_to_token_pool, allocator, self._memory.window, self._tracking
+        )
         self._metrics = metrics
         self._clock = clock
         self._reserve = DecodeReserve(config.decode_reserve_ratio)
         self._by_rid: dict[str, Req] = {}
         self._waiting: deque[Req] = deque()
-        self._running: list[Req] = []  # in the order of their admission
-        self._chunked: Req | None = None  # its prompt is being computed over several steps
+        # Whoever holds slots, in the order of admission; some with an unfinished prompt.
+        self._admitted: list[Req] = []
         self._in_flight: InFlightStep | None = None
         self._last_mode = ForwardMode.DECODE
         self._last_settled_s = 0.0
@@ -138,7 +142,8 @@ class Scheduler:
         req = self._by_rid.get(rid)
         if req is None:
             return False
-        self._end(req, FinishReason(FinishKind.ABORT, message=message), insert=req in self._running)
+        insert = req in self._admitted and not req.prefilling
+        self._end(req, FinishReason(FinishKind.ABORT, message=message), insert=insert)
         return True
 
     def fail_all(self, message: str) -> None:
@@ -165,6 +170,7 @@ class Scheduler:
         started_s, settled_before = self._clock(), self._num_settled
         self._tree.check_hicache_events()
         launched = self._launch(started_s)
+        unblocked = launched is None and self._unblock()
         if not self._config.overlap:
             if launched is not None:
                 self._settle(launched)
@@ -172,11 +178,10 @@ class Scheduler:
             previous, self._in_flight = self._in_flight, launched
             if previous is not None:
                 self._settle(previous)
-        return launched is not None or self._num_settled > settled_before
+        return launched is not None or unblocked or self._num_settled > settled_before
 
     def _launch(self, started_s: float) -> InFlightStep | None:
-        can_decode = any(req.remaining_new_tokens > 0 for req in self._running)
-        prefill_first = not (can_decode and self._last_mode is ForwardMode.EXTEND)
+        prefill_first = not (self._decodable() and self._last_mode is ForwardMode.EXTEND)
         plans = (self._launch_extend, self._launch_decode)
         for launch in plans if prefill_first else reversed(plans):
             step = launch(started_s)
@@ -184,6 +189,17 @@ class Scheduler:
                 self._last_mode = step.output.batch.mode
                 return step
         return None
+
+    def _unblock(self) -> bool:
+        """When the unfinished prompts leave each other no room: the oldest gets that of the youngest."""
+        waits = self._in_flight is not None or self._tree.has_pending_work()
+        if waits or not self._admitted:
+            return False
+        if len(self._admitted) > 1:
+            self._retract(self._admitted[-1])
+        else:
+            self._end_without_room(self._admitted[0])
+        return True
 
     def _dispatch(
         self, mode: ForwardMode, items: Iterable[ForwardItem], reqs: Iterable[Req], started_s: float
@@ -196,18 +212,21 @@ class Scheduler:
     # -- prefill ---------------------------------------------------------------------------------
 
     def _launch_extend(self, started_s: float) -> InFlightStep | None:
-        if not self._waiting and self._chunked is None:
+        unfinished = [req for req in self._admitted if req.prefilling]
+        if not self._waiting and not unfinished:
             return None
         adder = PrefillAdder(
             self._memory,
             self._rows,
+            self._builder,
+            self._tracking,
             self._config.chunked_prefill_size,
-            self._holders(),
+            self._admitted,
             self._reserve.ratio,
         )
-        if self._chunked is not None:
-            adder.add_chunk(self._chunked)
-        self._admit(adder)
+        # What one request finds no room for, no younger one may take.
+        if all(adder.add_chunk(req) is Admission.ADMITTED for req in unfinished):
+            self._admit(adder)
         self._tree.finish_load_back(adder.load_plans)
         if not adder.items:
             return None
@@ -242,7 +261,7 @@ class Scheduler:
         return None
 
     def _nothing_will_change(self, adder: PrefillAdder) -> bool:
-        return not (adder.items or self._holders() or self._in_flight is not None) and (
+        return not (adder.items or self._admitted or self._in_flight is not None) and (
             not self._tree.has_pending_work()
         )
 
@@ -252,22 +271,27 @@ class Scheduler:
 
     def _after_extend(self, step: InFlightStep) -> None:
         """Hand the computed pages to the cache: in data order that is after the forward that writes them."""
-        for req, item in zip(step.reqs, step.output.batch.items, strict=True):
+        for req in step.reqs:
             self._tree.cache_unfinished_req(req)
-            if not item.wants_token:
-                self._chunked = req
-                continue
-            if req is self._chunked:
-                self._chunked = None
-            self._running.append(req)
+            if req not in self._admitted:
+                self._admitted.append(req)
         self._show_counts()
 
     # -- decode ----------------------------------------------------------------------------------
 
+    def _decodable(self) -> list[Req]:
+        """The requests whose next step is one more token."""
+        return [
+            req for req in self._admitted if not req.prefilling and req.remaining_new_tokens > 0
+        ]
+
     def _launch_decode(self, started_s: float) -> InFlightStep | None:
-        if not any(req.remaining_new_tokens > 0 for req in self._running):
+        candidates = self._decodable()
+        if not candidates:
             return None
         self._tree.flush_write_through_acks()
+        for req in candidates:
+            self._memory.free_before_window(req, req.kv_committed_len)
         reqs = self._make_room_for_decode()
         if not reqs:
             return None
@@ -277,49 +301,37 @@ class Scheduler:
         if slots is None:
             raise SchedulerFault("the allocator refuses pages that it said are free")
         self._reserve.on_decode_step()
-        items = [self._decode_item(req, slots[i : i + 1]) for i, req in enumerate(reqs)]
+        items = [
+            self._builder.build(
+                req, req.kv_committed_len, slots[i : i + 1], token_ids=None, wants_token=True
+            )
+            for i, req in enumerate(reqs)
+        ]
         return self._dispatch(ForwardMode.DECODE, items, reqs, started_s)
 
     def _make_room_for_decode(self) -> list[Req]:
         """The requests that can take one more token now. Retracts the youngest until the others fit."""
         while True:
-            reqs = [req for req in self._running if req.remaining_new_tokens > 0]
-            need = sum(
+            reqs = self._decodable()
+            growths = (
                 self._memory.growth(req.kv_committed_len, req.kv_committed_len + 1) for req in reqs
             )
-            if self._memory.ensure(need):
+            if self._memory.ensure(sum(growths, Room())):
                 return reqs
             if self._in_flight is not None:
                 # Its tokens may end requests; and what is retracted must know all its tokens.
                 step, self._in_flight = self._in_flight, None
                 self._settle(step)
-            elif len(self._holders()) > 1:
-                self._retract(self._holders()[-1])
+            elif len(self._admitted) > 1:
+                self._retract(self._admitted[-1])
             elif self._tree.has_pending_work():
                 return []  # a transfer holds pages; the next round asks again
             else:
-                message = "the device pool has no page left for this request"
-                self._end(reqs[0], FinishReason(FinishKind.ERROR, message=message), insert=False)
+                self._end_without_room(reqs[0])
 
-    def _decode_item(self, req: Req, slot: Int32Array) -> ForwardItem:
-        prefix_len = req.kv_committed_len
-        self._rows.write((req.req_pool_idx, slice(prefix_len, prefix_len + 1)), slot)
-        req.kv_committed_len = req.kv_allocated_len = prefix_len + 1
-        return ForwardItem(
-            rid=req.rid,
-            req_pool_idx=req.req_pool_idx,
-            token_ids=None,
-            prefix_len=prefix_len,
-            out_slots=slot,
-            page_table=self._rows.page_table(
-                req.req_pool_idx, prefix_len + 1, self._memory.page_size
-            ),
-            wants_token=True,
-            sampling=req.sampling,
-            num_sampled=req.num_sampled,
-            recurrent_slot=req.recurrent_pool_idx,
-            top_logprobs_num=req.request.top_logprobs_num,
-        )
+    def _end_without_room(self, req: Req) -> None:
+        message = "the device pools have no room left for this request"
+        self._end(req, FinishReason(FinishKind.ERROR, message=message), insert=False)
 
     def _last_slot(self, req: Req) -> int:
         return int(self._rows.req_to_token[req.req_pool_idx, req.kv_committed_len - 1])
@@ -383,11 +395,8 @@ class Scheduler:
     def _release(self, req: Req, insert: bool) -> None:
         self._tree.cache_finished_req(req, is_insert=insert)
         self._rows.free(req.req_pool_idx)
-        self._rows.free_recurrent_slot(req.recurrent_pool_idx, req.dp_rank)
-        if req is self._chunked:
-            self._chunked = None
-        else:
-            self._running.remove(req)
+        self._rows.free_states(req)
+        self._admitted.remove(req)
 
     def _emit(self, req: Req) -> None:
         new_ids = tuple(req.output_ids[req.num_emitted :])
@@ -395,17 +404,13 @@ class Scheduler:
         logprobs, req.pending_logprobs = tuple(req.pending_logprobs), []
         req.request.sink(OutputChunk(req.rid, new_ids, logprobs, req.finish, req.stats()))
 
-    def _holders(self) -> list[Req]:
-        """Requests that hold slots, oldest admission first."""
-        return self._running if self._chunked is None else [*self._running, self._chunked]
-
     def _show_counts(self) -> None:
         self._metrics.set_requests(len(self._waiting), len(self._by_rid) - len(self._waiting))
 
     # -- idle ------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Without requests, every slot must be free or the cache's, and every row free. Logs or raises."""
+        """Without requests, all slots of every pool must be free or the cache's, and all rows free. Logs or raises."""
         found = self._memory.check_conservation() or self._rows.held()
         if found is None:
             return
@@ -414,14 +419,11 @@ class Scheduler:
         logger.error("idle, and yet: %s", found)
 
     def state(self) -> dict[str, Any]:
-        """Numbers of this moment, JSON-able; sizes in tokens."""
+        """Numbers of this moment, JSON-able; sizes in tokens, of recurrent states a number."""
         return {
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._by_rid) - len(self._waiting),
-            "pool_tokens": self._allocator.size,
-            "free_tokens": self._allocator.available_size(),
-            "evictable_tokens": self._tree.evictable_size(),
-            "protected_tokens": self._tree.protected_size(),
+            **self._memory.state(),
             "pending_transfers": self._tree.has_pending_work(),
             "decode_step": self.decode_times.summary(),
         }
@@ -433,3 +435,17 @@ class Scheduler:
         self._tree.reset()
         self._rows.clear()
         self._allocator.clear()
+
+
+def _tracking_of(tree: TreeCache, rows: ReqToTokenPool) -> StateTracking:
+    tracks = rows.track_slots > 0
+    if rows.request_owned_slots and tracks != tree.recurrent_extra_buffer_active():
+        raise ValueError(
+            f"requests have {rows.track_slots} track slots, but the cache "
+            f"{'does not use' if tracks else 'needs'} them"
+        )
+    interval = tree.recurrent_track_interval if tracks else 0
+    return StateTracking(active=rows.request_owned_slots > 0, interval=interval)
+
+
+__all__ = ["Runner", "Scheduler", "SchedulerConfig", "SchedulerFault"]

@@ -20,13 +20,16 @@ from sgl_jax.srt.mem_cache.hicache.tree_types import (
     RadixKey,
 )
 from sgl_jax.srt.mem_cache.hicache.types import TierTokens
-from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
 from sgl_jax_hicache.engine.req import Req
 from sgl_jax_hicache.engine.req_to_token_pool import ReqToTokenPool
+from sgl_jax_hicache.engine.swa_allocator import SWATokenToKVPoolAllocator, TokenAllocator
 
 
 class NullTree:
-    """No reuse, no tiers, nothing pending. Scheduler thread only."""
+    """No reuse, no tiers, nothing pending. Scheduler thread only.
+
+    `sliding_window_size` and `recurrent_track_interval` in tokens, for models that have such layers.
+    """
 
     hicache_enabled = False
     disable = True
@@ -34,13 +37,17 @@ class NullTree:
     def __init__(
         self,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool_allocator: PagedTokenToKVPoolAllocator,
+        token_to_kv_pool_allocator: TokenAllocator,
         page_size: int,
+        sliding_window_size: int | None = None,
+        recurrent_track_interval: int = 0,
         **_unused: Any,
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.page_size = page_size
+        self.sliding_window_size = sliding_window_size
+        self.recurrent_track_interval = recurrent_track_interval
         self.root_node: Any = object()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -79,6 +86,53 @@ class NullTree:
 
     def total_size(self) -> int:
         """No token is the cache's."""
+        return 0
+
+    def supports_swa(self) -> bool:
+        """True for models with sliding layers."""
+        return self.sliding_window_size is not None
+
+    def full_evictable_size(self, dp_rank: int = 0) -> int:
+        """No token is evictable."""
+        return 0
+
+    def full_protected_size(self, dp_rank: int = 0) -> int:
+        """No token is the cache's."""
+        return 0
+
+    def swa_evictable_size(self, dp_rank: int = 0) -> int:
+        """No token is evictable."""
+        return 0
+
+    def swa_protected_size(self, dp_rank: int = 0) -> int:
+        """No token is the cache's."""
+        return 0
+
+    def evict_req_swa(self, req: Req, pre_len: int, dp_rank: int = 0) -> None:
+        """Free the request's own pages that lie wholly before the window of the token at `pre_len`."""
+        assert isinstance(self.token_to_kv_pool_allocator, SWATokenToKVPoolAllocator)
+        assert self.sliding_window_size is not None
+        start = max(req.cache_protected_len, req.swa_evicted_seqlen)
+        end = max(0, pre_len - self.sliding_window_size + 1) // self.page_size * self.page_size
+        if end > start:
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+            self.token_to_kv_pool_allocator.free_swa(row[start:end].copy(), dp_rank)
+            req.swa_evicted_seqlen = end
+
+    def supports_recurrent(self) -> bool:
+        """True for models with recurrent layers."""
+        return self.req_to_token_pool.request_owned_slots > 0
+
+    def recurrent_extra_buffer_active(self) -> bool:
+        """True if states are tracked."""
+        return self.recurrent_track_interval > 0
+
+    def recurrent_evictable_size(self, dp_rank: int = 0) -> int:
+        """No state is the cache's."""
+        return 0
+
+    def recurrent_protected_size(self, dp_rank: int = 0) -> int:
+        """No state is the cache's."""
         return 0
 
     def reset(self) -> None:

@@ -13,11 +13,14 @@ from sgl_jax_hicache.engine.forward_batch import (
     ForwardItem,
     ForwardMode,
     SamplingParams,
+    StateSlots,
     StepOutput,
+    SWASlots,
 )
-from sgl_jax_hicache.engine.memory_pool import build_kv_pool, build_recurrent_pool
+from sgl_jax_hicache.engine.memory_pool import build_recurrent_pool
 from sgl_jax_hicache.engine.model_config import ModelConfig
 from sgl_jax_hicache.engine.model_runner import ModelRunner
+from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, build_kv_pool, layer_buffers
 from sgl_jax_hicache.engine.weights import ModelParams
 
 
@@ -33,7 +36,10 @@ class Request:
 
 
 class Harness:
-    """A runner, its pool, and requests whose pages are handed out in a scrambled order."""
+    """A runner, its pools, and requests whose pages are handed out in a scrambled order.
+
+    Sliding layers have every token too, in pages in yet another order; `swa_page_of` says which, and may be changed.
+    """
 
     def __init__(
         self,
@@ -47,7 +53,10 @@ class Harness:
         tiles: Sequence[int] = (32, 64, 256),
         max_context_len: int = 1024,
     ) -> None:
-        self.pool = build_kv_pool(config, size=size, page_size=page_size, dtype=dtype)
+        self.pool = build_kv_pool(
+            config, size=size, swa_size=size, page_size=page_size, dtype=dtype
+        )
+        self.config = config
         self.page_size = page_size
         self.vocab_size = config.vocab_size
         self.runner = ModelRunner(
@@ -57,9 +66,12 @@ class Harness:
             max_running_requests=max_running_requests,
             extend_tile_tokens=tiles,
             max_context_len=max_context_len,
-            recurrent_pool=build_recurrent_pool(config, max_running_requests),
+            recurrent_pool=build_recurrent_pool(config, max_running_requests + 4),
         )
-        self._free = list(np.random.default_rng(7).permutation(np.arange(1, self.pool.num_pages)))
+        num_pages = size // page_size
+        scramble = np.random.default_rng(7)
+        self._free = list(scramble.permutation(np.arange(1, num_pages + 1)))
+        self.swa_page_of = np.concatenate([[0], 1 + scramble.permutation(num_pages)])
 
     def new(self, max_tokens: int, idx: int, sampling: SamplingParams | None = None) -> Request:
         """A request with room for `max_tokens`."""
@@ -78,22 +90,39 @@ class Harness:
         num_tokens = 1 if token_ids is None else len(token_ids)
         prefix, stop = sequence.length, sequence.length + num_tokens
         wants = extra.pop("wants_token", True)
+        out_slots, pages = (
+            self.slots(sequence, prefix, stop),
+            sequence.pages[: -(-stop // self.page_size)],
+        )
+        states = StateSlots(
+            self.state_slot(sequence), extra.pop("cow_src", 0), extra.pop("track", 0)
+        )
         item = ForwardItem(
             rid=f"r{sequence.idx}",
             req_pool_idx=sequence.idx,
             token_ids=None if token_ids is None else np.asarray(token_ids, np.int32),
             prefix_len=prefix,
-            out_slots=self.slots(sequence, prefix, stop),
-            page_table=sequence.pages[: -(-stop // self.page_size)],
+            out_slots=out_slots,
+            page_table=pages,
             wants_token=wants,
             sampling=sequence.sampling,
             num_sampled=sequence.sampled,
-            recurrent_slot=self.state_slot(sequence),
+            states=states,
+            swa=self._swa(out_slots, pages),
             **extra,
         )
         sequence.length = stop
         sequence.sampled += int(wants)
         return item
+
+    def _swa(self, out_slots: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> SWASlots | None:
+        if not isinstance(self.pool, SWAKVPool):
+            return None
+        return SWASlots(self._swa_slots(out_slots), self.swa_page_of[pages].astype(np.int32))
+
+    def _swa_slots(self, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        pages = self.swa_page_of[slots // self.page_size]
+        return (pages * self.page_size + slots % self.page_size).astype(np.int32)
 
     def state_slot(self, sequence: Request) -> int:
         """The request's slot of the recurrent pool: not its index, so that a mix-up shows; 0 without a pool."""
@@ -102,7 +131,11 @@ class Harness:
 
     def state(self, sequence: Request) -> list[np.ndarray[Any, Any]]:
         """Copies of the recurrent and the convolution state of every recurrent layer."""
-        pool, slot = self.runner.recurrent_pool, self.state_slot(sequence)
+        return self.state_at(self.state_slot(sequence))
+
+    def state_at(self, slot: int) -> list[np.ndarray[Any, Any]]:
+        """Copies of what a slot of the recurrent pool holds."""
+        pool = self.runner.recurrent_pool
         assert pool is not None
         pairs = zip(pool.recurrent_buffers, pool.conv_buffers, strict=True)
         return [np.array(buffer[slot]) for state, conv in pairs for buffer in (state, conv[0])]
@@ -129,8 +162,12 @@ class Harness:
     def kv(self, sequence: Request, start: int, stop: int) -> list[np.ndarray[Any, Any]]:
         """Copies of the KV rows of positions start .. stop-1, one array per layer."""
         slots = self.slots(sequence, start, stop)
-        num_slots = self.pool.num_pages * self.page_size
-        return [np.array(buffer).reshape(num_slots, -1)[slots] for buffer in self.pool.kv_buffer]
+        rows = []
+        for layer in layer_buffers(self.pool, self.config).values():
+            buffer = np.array(layer.buffers[layer.place])
+            own = self._swa_slots(slots) if layer.is_swa else slots
+            rows.append(buffer.reshape(len(buffer) * self.page_size, -1)[own])
+        return rows
 
 
 def all_logprobs(output: StepOutput, row: int) -> np.ndarray[Any, Any]:

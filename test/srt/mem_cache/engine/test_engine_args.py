@@ -50,10 +50,21 @@ def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
         ("--max-total-tokens 1000", "--max-total-tokens 1000: not a multiple of --page-size 16"),
         ("--chunked-prefill-size 8", "--chunked-prefill-size 8: not a multiple"),
         ("--decode-reserve-ratio nan", "--decode-reserve-ratio nan: not allowed"),
+        ("--swa-full-tokens-ratio 1.5", "--swa-full-tokens-ratio 1.5: not allowed; give a number"),
+        ("--swa-full-tokens-ratio 0", "--swa-full-tokens-ratio 0.0: not allowed; give a number"),
+        (
+            "--max-recurrent-states 3",
+            "--max-recurrent-states 3: not allowed; give a whole number, 4",
+        ),
+        (
+            "--model-path random:tiny-swa:0 --disable-radix-cache --max-total-tokens 1024 "
+            "--swa-full-tokens-ratio 0.5",
+            "512 tokens for sliding layers, but a window of 40 with --chunked-prefill-size 512 needs 592",
+        ),
         ("--dtype int4", "--dtype int4: not allowed; give one of {float32,bfloat16}"),
         ("--log-level loud", "--log-level loud: not allowed"),
         ("--shutdown-deadline-s -1", "--shutdown-deadline-s -1.0: not allowed"),
-        ("--engine sgl-jax", "--engine sgl-jax: not available in this release"),
+        ("--engine sgl-jax", "--engine sgl-jax: no sgl-jax engine is installed here"),
         ("--engine other", "--engine other: not allowed; give one of embedded, sgl-jax"),
         ("--hicache-storage disk", "--hicache-storage disk: not allowed"),
         ("--hicache-ratio 2", "--hicache-ratio has no effect"),

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from null_tree import NullTree
 
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
 from sgl_jax_hicache import launch_server
+from sgl_jax_hicache.engine import engine_builder
 from sgl_jax_hicache.engine.engine import Engine
 from sgl_jax_hicache.engine.engine_args import ArgumentError, EngineArgs
 from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
@@ -24,6 +26,7 @@ HYBRID = ("tiny-swa", "tiny-swa-only", "tiny-recurrent", "tiny-hybrid")
 def engine_of(name: str, **settings: Any) -> Iterator[Engine]:
     defaults = {
         "max_total_tokens": 192,  # too few for all prompts and their answers at once
+        "swa_full_tokens_ratio": 1.0,
         "context_length": 256,
         "max_running_requests": 4,
         "decode_reserve_ratio": 0.0,
@@ -32,6 +35,12 @@ def engine_of(name: str, **settings: Any) -> Iterator[Engine]:
     args = EngineArgs(model_path=f"random:{name}:5", **{**defaults, **settings})
     with build_engine(args) as engine:
         yield engine
+
+
+@pytest.fixture(autouse=True)
+def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These engines reuse nothing, so the tree is out of what is tested here."""
+    monkeypatch.setattr(engine_builder, "build_kv_cache", lambda _name, **parts: NullTree(**parts))
 
 
 def prompts() -> list[list[int]]:
@@ -51,7 +60,8 @@ def test_requests_together_retracted_and_chunked_are_as_alone(name: str) -> None
         alone = [ask(engine, ids)["output_ids"] for ids in prompts()]
         assert ask(engine, prompts()[0])["meta_info"]["cached_tokens"] == 0
         expect_retracted(ask(engine, prompts()), alone)
-    with engine_of(name, chunked_prefill_size=48, disable_overlap_schedule=True) as engine:
+    settings = {"chunked_prefill_size": 48, "swa_full_tokens_ratio": 0.9}
+    with engine_of(name, disable_overlap_schedule=True, **settings) as engine:
         expect_retracted(ask(engine, prompts()), alone)
 
 

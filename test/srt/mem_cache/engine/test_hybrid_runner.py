@@ -12,9 +12,9 @@ import pytest
 from dense_reference import dense_logprobs
 from runner_harness import Harness, Request, all_logprobs
 
-from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardMode
-from sgl_jax_hicache.engine.memory_pool import build_kv_pool
+from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardMode, StateSlots, SWASlots
 from sgl_jax_hicache.engine.model_runner import ModelRunner
+from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, build_kv_pool
 from sgl_jax_hicache.engine.weights import load_model
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors
 
@@ -120,17 +120,15 @@ def test_a_request_does_not_depend_on_its_neighbours(name: str) -> None:
 def test_a_sliding_layer_reads_its_window_only(name: str, decodes: bool) -> None:
     """Pages before the window hold NaN, which any use would spread; the page the window starts in is whole."""
     ids, results = prompt(700), []
-    sliding = [
-        i for i, kind in enumerate(model(name).config.layer_kinds) if kind.value == "sliding"
-    ]
     for poisoned in (False, True):
         h = harness(name)
         request = h.new(720, idx=0)
         out = h.extend(request, ids[:640], top_logprobs_num=VOCAB)
         if poisoned:
             dead = request.pages[: (640 - WINDOW + 1) // h.page_size]
-            for layer in sliding:
-                h.pool.kv_buffer[layer] = h.pool.kv_buffer[layer].at[dead].set(jnp.nan)
+            assert isinstance(h.pool, SWAKVPool)
+            buffers = h.pool.swa_kv_pool.kv_buffer
+            buffers[:] = [buffer.at[h.swa_page_of[dead]].set(jnp.nan) for buffer in buffers]
         if decodes:
             out = h.decode([request], top_logprobs_num=VOCAB)
         else:
@@ -217,7 +215,7 @@ def test_state_buffers_are_donated_and_rebound() -> None:
 
 def test_runners_that_cannot_work_are_refused() -> None:
     loaded = model("tiny-hybrid")
-    kv_pool = build_kv_pool(loaded.config, size=64, page_size=16)
+    kv_pool = build_kv_pool(loaded.config, size=64, swa_size=64, page_size=16)
     with pytest.raises(ValueError, match="needs a pool of states"):
         ModelRunner(
             loaded.config, loaded.params, kv_pool, max_running_requests=2, max_context_len=64
@@ -225,6 +223,10 @@ def test_runners_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         harness("tiny-hybrid", tiles=(8, 32))
     h = harness("tiny-hybrid", max_running_requests=2)
-    item = replace(h.item(h.new(32, idx=0), prompt(4)), recurrent_slot=3)
-    with pytest.raises(ValueError, match=r"recurrent slot 3 outside \[0, 2\]"):
-        h.runner.dispatch(ForwardBatch(ForwardMode.EXTEND, (item,)))
+    item = h.item(h.new(32, idx=0), prompt(4))
+    for states in (StateSlots(running=7), StateSlots(1, cow_src=7), StateSlots(1, track=-1)):
+        with pytest.raises(ValueError, match=r"recurrent slot (7|-1) outside \[0, 6\]"):
+            h.runner.dispatch(ForwardBatch(ForwardMode.EXTEND, (replace(item, states=states),)))
+    for swa in (None, SWASlots(item.out_slots[1:], item.page_table)):
+        with pytest.raises(ValueError, match="its SWA slots do not go with its slots"):
+            h.runner.dispatch(ForwardBatch(ForwardMode.EXTEND, (replace(item, swa=swa),)))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sgl_jax_hicache.engine.forward_batch import SamplingParams
 from sgl_jax_hicache.engine.layer_kinds import RecurrentDims
 from sgl_jax_hicache.engine.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
     RecurrentStatePool,
-    build_kv_pool,
     build_recurrent_pool,
 )
 from sgl_jax_hicache.engine.model_config import (
@@ -23,7 +23,9 @@ from sgl_jax_hicache.engine.model_config import (
     config_from_dict,
     config_from_file,
 )
+from sgl_jax_hicache.engine.req import GenerateRequest, Req
 from sgl_jax_hicache.engine.req_to_token_pool import HybridReqToTokenPool
+from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, build_kv_pool, layer_buffers
 from sgl_jax_hicache.engine.weights import PRESET_NAMES, read_config
 from sgl_jax_hicache.engine.weights.fingerprint import serving_version
 from sgl_jax_hicache.engine.weights.random_weights import random_version
@@ -153,12 +155,30 @@ def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pools_hold_what_the_config_announces(name: str, dtype: str) -> None:
     config = read_config(f"random:{name}:0")
-    pool = build_kv_pool(config, size=64, page_size=16, dtype=dtype)
-    assert pool.buffer_bytes() == config.kv_bytes_per_token(dtype) * (64 + 16)
-    assert len(pool.kv_buffer) == pool.layer_num == len(config.attention_layers)
-    for buffer in pool.kv_buffer:
-        assert buffer.shape == pool.buffer_shape
-        assert buffer.dtype == pool.dtype
+    pool = build_kv_pool(config, size=64, swa_size=32, page_size=16, dtype=dtype)
+    kinds = config.layer_kinds
+    assert isinstance(pool, SWAKVPool) == (LayerKind.SLIDING in kinds)
+    full, sizes = pool, {LayerKind.FULL: 64 + 16, LayerKind.SLIDING: 32 + 16}
+    if isinstance(pool, SWAKVPool):
+        assert not hasattr(pool, "kv_buffer")
+        assert (pool.size, pool.size_swa) == (64, 32)
+        assert pool.full_to_swa_index_mapping.tolist() == [0] * (64 + 16)
+        full = pool.full_kv_pool
+    assert pool.buffer_bytes() == sum(
+        config.kv_bytes_per_token(dtype, (kind,)) * size for kind, size in sizes.items()
+    )
+    assert len(full.kv_buffer) == full.layer_num == kinds.count(LayerKind.FULL)
+    places = layer_buffers(pool, config)
+    assert tuple(places) == config.attention_layers
+    for layer, place in places.items():
+        kept = pool
+        if isinstance(pool, SWAKVPool):
+            kept = pool.swa_kv_pool if kinds[layer] is LayerKind.SLIDING else pool.full_kv_pool
+        assert place.buffers is kept.kv_buffer
+        assert place.is_swa == (kinds[layer] is LayerKind.SLIDING)
+        assert place.buffers[place.place].shape == kept.buffer_shape
+        assert place.buffers[place.place].dtype == kept.dtype
+    assert len({(id(place.buffers), place.place) for place in places.values()}) == len(places)
     states = build_recurrent_pool(config, 3)
     assert (states is None) == (config.recurrent is None)
     if states is not None:
@@ -185,16 +205,34 @@ def test_state_slots_are_handed_out_once() -> None:
     first, second = rows.alloc_recurrent_slot(), rows.alloc_recurrent_slot()
     assert {first, second} == {1, 2}
     assert rows.alloc_recurrent_slot() is None
-    assert rows.held() == "2 state slots are still held"
     rows.free_recurrent_slot(1)
     for slot in (1, 0, 3):
         with pytest.raises(ValueError, match="not in use"):
             rows.free_recurrent_slot(slot)
     rows.clear()
     assert rows.recurrent_available_size() == 2
-    assert rows.held() is None
     with pytest.raises(ValueError, match="too few"):
         HybridReqToTokenPool(3, 64, recurrent_slots=2)
+
+
+@pytest.mark.parametrize("track_slots", [0, 1, 2])
+def test_a_request_takes_all_its_state_slots_or_none(track_slots: int) -> None:
+    owned = 1 + track_slots
+    rows = HybridReqToTokenPool(2, 64, 2 * owned + 1, track_slots)
+    assert (rows.request_owned_slots, rows.slots_per_rank) == (owned, 2 * owned + 1)
+    kept = rows.alloc_recurrent_slot()
+    holders = [Req(GenerateRequest(str(i), (1,), SamplingParams(), print, 0.0)) for i in range(3)]
+    assert [rows.alloc_states(req) for req in holders] == [True, True, False]
+    listed = [
+        [req.recurrent_pool_idx, *req.recurrent_ping_pong_track_buffer] for req in holders[:2]
+    ]
+    assert sorted([kept, *listed[0], *listed[1]]) == list(range(1, 2 * owned + 2))
+    assert rows.recurrent_available_size() == 0
+    assert (holders[2].recurrent_pool_idx, holders[2].recurrent_ping_pong_track_buffer) == (0, [])
+    rows.free_states(holders[0])
+    rows.free_states(holders[0])  # it lists none any more
+    assert rows.recurrent_available_size() == owned
+    assert rows.alloc_states(holders[2])
 
 
 def test_row_layouts() -> None:

@@ -13,8 +13,8 @@ from runner_harness import Harness, all_logprobs
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardMode, SamplingParams
 from sgl_jax_hicache.engine.layers.decoder_layer import decoder_layer
 from sgl_jax_hicache.engine.layers.paged_attention import TileMeta
-from sgl_jax_hicache.engine.memory_pool import build_kv_pool
 from sgl_jax_hicache.engine.model_config import ModelConfig
+from sgl_jax_hicache.engine.swa_kv_pool import build_kv_pool
 from sgl_jax_hicache.engine.weights import LoadedModel, load_model
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors
 

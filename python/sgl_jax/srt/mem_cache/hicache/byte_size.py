@@ -37,7 +37,8 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not {ALLOWED}")
     whole, _, fraction = match["number"].partition(".")
     # In integers: a float would lose bytes of large sizes.
-    return int(whole) * unit + int(fraction or "0") * unit // 10 ** len(fraction)
+    scale: int = 10 ** len(fraction)
+    return int(whole) * unit + int(fraction or "0") * unit // scale
 
 
 def show_bytes(num_bytes: int) -> str:

@@ -19,6 +19,16 @@ PageKey = NewType("PageKey", bytes)
 """The 32-byte chained digest that names one page of one component in storage (see `page_key`)."""
 
 
+@dataclass(frozen=True)
+class PageLink:
+    """Where a page stands in its chain: `index` pages of the prompt come before it, the last of which is `parent`
+    (None: the page is the first).
+    """
+
+    parent: PageKey | None
+    index: int
+
+
 class Tier(enum.Enum):
     """Where the tokens of a prompt came from; COMPUTED closes the sum to the prompt's length."""
 

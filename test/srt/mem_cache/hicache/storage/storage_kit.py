@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher, StorageNamespace
 from sgl_jax.srt.mem_cache.hicache.storage.file_ops import FileOps
-from sgl_jax.srt.mem_cache.hicache.types import PageKey
+from sgl_jax.srt.mem_cache.hicache.types import PageKey, PageLink
 
 WAIT_S = 30.0
 """Bound of every wait: reached only if the test fails."""
@@ -29,6 +29,11 @@ SPACE = StorageNamespace(
 def make_keys(num_keys: int, first_token: int = 0) -> list[PageKey]:
     tokens = np.arange(first_token, first_token + num_keys * SPACE.page_size, dtype="<i8")
     return PageHasher(SPACE, None).chain(None, tokens.tobytes())
+
+
+def make_links(keys: Sequence[PageKey]) -> list[PageLink]:
+    """The links of the leading pages of one prompt."""
+    return [PageLink(keys[i - 1] if i else None, i) for i in range(len(keys))]
 
 
 def make_page(number: int, num_bytes: int = PAGE_BYTES) -> npt.NDArray[np.uint8]:

@@ -10,18 +10,24 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from storage_kit import PAGE_BYTES, SPACE, make_keys, make_page
+from storage_kit import PAGE_BYTES, SPACE, make_keys, make_links, make_page
 
 from sgl_jax.srt.mem_cache.hicache.errors import StorageCorruptionError
-from sgl_jax.srt.mem_cache.hicache.page_key import layout_digest, namespace_digest
+from sgl_jax.srt.mem_cache.hicache.page_key import (
+    CHAIN_START,
+    layout_digest,
+    namespace_digest,
+)
 from sgl_jax.srt.mem_cache.hicache.storage.checksum import CHECKSUMS, DEFAULT_CHECKSUM, crc32
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.page_file import (
     MAX_PAGE_BYTES,
+    VERSION_1,
     PageFileFormat,
     npy_header,
 )
-from sgl_jax.srt.mem_cache.hicache.storage.page_info import describe
+from sgl_jax.srt.mem_cache.hicache.storage.page_info import describe, read_header
+from sgl_jax.srt.mem_cache.hicache.types import PageLink
 
 KEY = make_keys(1)[0]
 PAGE = make_page(1)
@@ -138,6 +144,72 @@ def test_a_format_that_no_file_can_hold_is_refused() -> None:
             PageFileFormat(replace(SPACE, page_bytes=page_bytes))
     with pytest.raises(ValueError, match="checksum 'md5'"):
         PageFileFormat(SPACE, "md5")
+
+
+LINKS = [None, PageLink(None, 0), PageLink(make_keys(2)[1], 1), PageLink(KEY, 2**40)]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_is_kept_and_does_not_change_the_page(tmp_path: Path, link: PageLink | None) -> None:
+    storage = LocalFileStorage(tmp_path, SPACE)
+    assert storage.set_linked([KEY], [[PAGE]], [link]) == [True]
+    np.testing.assert_array_equal(storage.get([KEY])[0], PAGE)
+    assert describe(storage.path_of(KEY)).link == link
+    assert read_header(str(storage.path_of(KEY))).link == link
+
+
+def test_a_link_can_be_read_with_numpy_alone(tmp_path: Path) -> None:
+    storage = LocalFileStorage(tmp_path, SPACE)
+    keys = make_keys(2)
+    storage.set_linked(keys, [[PAGE]] * 2, make_links(keys))
+    first, second = (np.load(storage.path_of(key), allow_pickle=False)[0] for key in keys)
+    assert first["parent_key"].tobytes() == CHAIN_START
+    assert second["parent_key"].tobytes() == keys[0]
+    assert (first["page_index"], second["page_index"]) == (0, 1)
+    assert first["layout_id"] == SPACE.layout_id.encode()
+
+
+def test_a_damaged_link_is_found() -> None:
+    file_format = PageFileFormat(SPACE)
+    whole = b"".join(file_format.encode(KEY, [PAGE.data], PageLink(KEY, 7)))
+    verify(whole)
+    start = whole.index(KEY, whole.index(KEY) + 1)
+    for position in range(start, start + 40):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        with pytest.raises(StorageCorruptionError, match="header_crc32"):
+            verify(bytes(damaged))
+
+
+def test_links_must_pair_up(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 keys for 2 links"):
+        LocalFileStorage(tmp_path, SPACE).set_linked([KEY], [[PAGE]], [None, None])
+
+
+def test_files_of_the_first_format_are_read_for_ever(tmp_path: Path) -> None:
+    """As they were written before there were links: same page, other record."""
+    old_format = PageFileFormat(SPACE, version=VERSION_1)
+    data = encoded(old_format)
+    assert np.load(io.BytesIO(data), allow_pickle=False)[0]["format_version"] == 1
+    storage = LocalFileStorage(tmp_path, SPACE)
+    storage.set(make_keys(2), [[PAGE]] * 2)
+    path = storage.path_of(KEY)
+    path.write_bytes(data)
+    assert len(data) != storage.path_of(make_keys(2)[1]).stat().st_size
+    assert storage.exists([KEY]) == [True]
+    np.testing.assert_array_equal(storage.get([KEY])[0], PAGE)
+    assert list(storage.iter_keys()) == sorted(make_keys(2))
+    storage.check_invariants()
+    info = describe(path)
+    assert (info.format_version, info.link, info.layout_id) == (1, None, "")
+    inode = path.stat().st_ino
+    assert storage.set([KEY], [[PAGE]]) == [True]
+    assert path.stat().st_ino == inode, "it was written again"
+    for position in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        assert storage.get([KEY]) == [None], position
 
 
 @pytest.mark.parametrize(

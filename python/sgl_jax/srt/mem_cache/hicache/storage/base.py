@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..page_key import StorageNamespace as StorageNamespace
-from ..types import PageKey
+from ..types import PageKey, PageLink
 from .stats import StorageStats
 
 Payload = Sequence[npt.NDArray[Any]]
@@ -54,6 +54,18 @@ class HiCacheStorage(ABC):
     @abstractmethod
     def set(self, keys: Sequence[PageKey], pages: Sequence[Payload]) -> list[bool]:
         """Write pages; True for each page that is now stored (written, or there already)."""
+
+    def set_linked(
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Payload],
+        links: Sequence[PageLink | None],
+    ) -> list[bool]:
+        """As `set`, for a storage that also keeps which page each one follows (None: not known). Others ignore it.
+
+        The link is for people and for choosing what to remove; it is no part of a page's identity.
+        """
+        return self.set(keys, pages)
 
     @abstractmethod
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:

@@ -39,6 +39,10 @@ class FileOps:
         """Atomic rename inside one folder."""
         os.replace(source, target, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
+    def touch(self, name: str, folder_fd: int) -> None:
+        """Marks a file as used now, by its modification time; a symlink itself, never its target."""
+        os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
+
     def fsync(self, fd: int) -> None:
         """Forces a file or a folder to the disk."""
         os.fsync(fd)

@@ -10,6 +10,7 @@ storage is created again on the next write.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -54,10 +55,12 @@ def open_folder(path: Path, names: tuple[str, ...], *, create: bool) -> Iterator
     are made.
 
     Raises OSError: FileNotFoundError if one is missing, ELOOP or NotADirectoryError if one is not
-    a folder.
+    a folder, PermissionError if `path` is not this user's alone to write to: checked at start, but
+    whoever may write to its parent can have put another folder there since.
     """
     fd = _open_child(str(path), None, create)
     try:
+        _check_private(fd, path)
         for name in names:
             child = _open_child(name, fd, create)
             os.close(fd)
@@ -75,6 +78,14 @@ def open_child(name: str, parent_fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _check_private(fd: int, path: Path) -> None:
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(
+            errno.EPERM, "belongs to another user or can be written to by others", str(path)
+        )
 
 
 def _open_child(name: str, parent_fd: int | None, create: bool) -> int:

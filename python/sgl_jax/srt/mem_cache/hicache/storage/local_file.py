@@ -3,7 +3,8 @@
     <root>/<safe model id>/<page size>/<first two hex digits>/<page key>.npy
 
 What is where: `page_file` and `page_io` one file, `folders` the way to it, `temp_file` and `sweep`
-what an interrupted write leaves, `file_ops` the system calls. This module orders them:
+what an interrupted write leaves, `bound` and what stands below it how large the folder may grow,
+`file_ops` the system calls. This module orders them:
 
 * A write goes to a temporary file in the page's own folder and becomes visible by one rename. A
   process may be killed at any instant: what is visible is whole, and what is not is removed by the
@@ -11,6 +12,8 @@ what an interrupted write leaves, `file_ops` the system calls. This module order
   reading verifies, so it is a miss.
 * A read verifies everything. What is short, damaged, foreign, no regular file or unreadable is
   counted and moved out of the way.
+* A use is noted in the file's modification time: that is a page's age. A bound (`bound`) lets those go first that were
+  unused for longest.
 * An error never leaves a call, except ValueError for a wrong one. A storage that cannot be written
   to says so once, keeps trying with every page, and says so again when it works.
 
@@ -19,6 +22,7 @@ Any thread; any number of processes.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -28,10 +32,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
-from ..errors import InvariantError, StorageCorruptionError
+from ..errors import HiCacheConfigError, InvariantError, StorageCorruptionError
 from ..page_key import StorageNamespace, namespace_digest
-from ..types import PageKey
+from ..types import PageKey, PageLink
 from .base import HiCacheStorage, PageBytes, Payload
+from .bound import BoundReachedError, FolderBound, KeptBound, Unbounded
 from .file_ops import FileOps
 from .folders import QUARANTINE, move_away, open_child, open_folder, safe_name
 from .page_file import PageFileFormat
@@ -43,6 +48,8 @@ from .sweep import iter_pages, page_name, shard_name, sweep_stale_temps
 from .temp_file import TempNames
 
 logger = logging.getLogger(__name__)
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 MAX_LOGGED_REJECTS = 16
 """Bad files that one storage reports one by one; the counts go on."""
@@ -57,14 +64,16 @@ class LocalFileStorage(HiCacheStorage):
         namespace: StorageNamespace,
         *,
         fsync: bool = False,
+        max_bytes: int = 0,
         page_format: PageFileFormat | None = None,
         ops: FileOps | None = None,
     ) -> None:
         """Opens the storage and removes what dead writers left in its folder.
 
-        `fsync` forces file and folder to the disk before a page counts as stored. Raises
-        ValueError for a namespace whose pages no file can hold, or a `page_format` of another
-        namespace; never OSError.
+        `fsync` forces file and folder to the disk before a page counts as stored. `max_bytes`
+        bounds the model's folder, with all its page sizes and whoever else keeps a bound there; 0 is
+        no bound. Raises ValueError for a namespace whose pages no file can hold, a bound below one
+        page, or a `page_format` of another namespace; never OSError.
         """
         if page_format is not None and page_format.namespace != namespace:
             raise ValueError(f"the page format is that of {page_format.namespace}, not {namespace}")
@@ -82,6 +91,7 @@ class LocalFileStorage(HiCacheStorage):
         self._counter = StatsCounter()
         self._closed = False
         self._sweep()
+        self._bound = self._make_bound(max_bytes)
 
     # -- HiCacheStorage ---------------------------------------------------------------------------
 
@@ -101,9 +111,26 @@ class LocalFileStorage(HiCacheStorage):
         """See `HiCacheStorage.set`. Raises ValueError for a wrong key, a wrong payload or a closed
         storage.
         """
+        return self.set_linked(keys, pages, [None] * len(keys))
+
+    def set_linked(
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Payload],
+        links: Sequence[PageLink | None],
+    ) -> list[bool]:
+        """See `HiCacheStorage.set_linked`: the links go into the files. Raises ValueError as `set`, and
+        for links that do not pair up.
+        """
         self._check_open()
         views = payload_views(keys, pages, self.namespace.page_bytes)
-        return [self._set_page(key, page) for key, page in zip(keys, views, strict=True)]
+        if len(links) != len(keys):
+            raise ValueError(f"{len(keys)} keys for {len(links)} links")
+        self._mark_parents(keys, links)
+        return [
+            self._set_page(key, page, link)
+            for key, page, link in zip(keys, views, links, strict=True)
+        ]
 
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
         """See `HiCacheStorage.exists`: looks at kind and size of the file. One probe per key,
@@ -125,7 +152,9 @@ class LocalFileStorage(HiCacheStorage):
 
     def close(self) -> None:
         """See `HiCacheStorage.close`."""
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._bound.close()
 
     # -- looking inside ---------------------------------------------------------------------------
 
@@ -205,9 +234,9 @@ class LocalFileStorage(HiCacheStorage):
             self._reject(key, shard_fd, str(error), error.status)
             return None
 
-    def _set_page(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
+    def _set_page(self, key: PageKey, payload: Sequence[memoryview], link: PageLink | None) -> bool:
         try:
-            written = self._write_page_again(key, payload)
+            written = self._write_page_somehow(key, payload, link)
         except OSError as error:
             if self._counter.write_failed(str(error)):
                 logger.warning("storage %s cannot be written to: %s", self.folder, error)
@@ -220,24 +249,48 @@ class LocalFileStorage(HiCacheStorage):
             logger.warning("storage %s can be written to again", self.folder)
         return True
 
-    def _write_page_again(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
-        """As `_write_page`; folders that were removed or replaced by something else are made
-        again, once.
+    def _write_page_somehow(
+        self, key: PageKey, payload: Sequence[memoryview], link: PageLink | None
+    ) -> bool:
+        """As `_write_page`, once more if what stood in the way is gone: folders that were removed or replaced by
+        something else are made again, and on a full disk other pages give way, if the storage has a bound.
         """
         try:
-            return self._write_page(key, payload)
+            return self._write_page(key, payload, link)
         except (FileNotFoundError, NotADirectoryError):
             self._clear_shard(key)
-            return self._write_page(key, payload)
+        except BoundReachedError:
+            raise
+        except OSError as error:
+            if error.errno not in _DISK_FULL or not self._bound.give_way():
+                raise
+        return self._write_page(key, payload, link)
 
-    def _write_page(self, key: PageKey, payload: Sequence[memoryview]) -> bool:
+    def _write_page(
+        self, key: PageKey, payload: Sequence[memoryview], link: PageLink | None
+    ) -> bool:
         """True if written, False if the page was there already. Raises OSError."""
+        name = page_name(key)
         with self._shard(key, create=True) as shard_fd:
             if self._is_stored(shard_fd, key):
                 return False
-            temp_name = self._temp_names.new(key.hex())
-            self._io.write(temp_name, page_name(key), shard_fd, key, payload)
+            with self._bound.room(self._io.file_bytes):
+                temp_name = self._temp_names.new(key.hex())
+                self._io.write(temp_name, name, shard_fd, key, payload, link)
             return True
+
+    def _mark_parents(self, keys: Sequence[PageKey], links: Sequence[PageLink | None]) -> None:
+        """A page that gets a new one behind it is in use: nobody who makes room may take it away from below that."""
+        written = set(keys)
+        for link in links:
+            if link is None or link.parent is None or link.parent in written:
+                continue
+            try:
+                with self._shard(link.parent, create=False) as shard_fd:
+                    name = page_name(link.parent)
+                    self._io.mark_used(name, shard_fd, os.lstat(name, dir_fd=shard_fd))
+            except OSError as error:
+                logger.debug("the page before %s is not there: %s", keys[0].hex(), error)
 
     def _is_stored(self, shard_fd: int, key: PageKey) -> bool:
         """Whether the entry looks like the page. A folder in its place, which no rename could
@@ -249,7 +302,10 @@ class LocalFileStorage(HiCacheStorage):
             return False
         if stat.S_ISDIR(status.st_mode):
             self._reject(key, shard_fd, "is a folder", status)
-        return self._io.is_whole(status)
+        is_stored = self._io.is_whole(status)
+        if is_stored:
+            self._io.mark_used(page_name(key), shard_fd, status)
+        return is_stored
 
     def _exists_page(self, folder_fd: int, key: PageKey) -> bool:
         shard = shard_name(key)
@@ -269,6 +325,7 @@ class LocalFileStorage(HiCacheStorage):
     def _delete_page(self, key: PageKey) -> bool:
         try:
             with self._shard(key, create=False) as shard_fd:
+                num_bytes = os.lstat(page_name(key), dir_fd=shard_fd).st_size
                 os.unlink(page_name(key), dir_fd=shard_fd)
         except FileNotFoundError:
             return False
@@ -276,6 +333,7 @@ class LocalFileStorage(HiCacheStorage):
             logger.debug("page %s cannot be removed: %s", key.hex(), error)
             self._counter.add(delete_errors=1)
             return False
+        self._bound.removed(num_bytes)
         self._counter.add(deletes=1)
         return True
 
@@ -301,8 +359,8 @@ class LocalFileStorage(HiCacheStorage):
         if info.page_key != key:
             return f"{path}: holds the page {info.page_key.hex()}"
         own = info.namespace_digest == namespace_digest(self.namespace)
-        if own and info.file_bytes != self._io.file_bytes:
-            return f"{path}: {info.file_bytes} bytes, expected {self._io.file_bytes}"
+        if own and info.payload_bytes != self.namespace.page_bytes:
+            return f"{path}: {info.payload_bytes} bytes, expected {self.namespace.page_bytes}"
         return None
 
     def _reject(
@@ -341,6 +399,16 @@ class LocalFileStorage(HiCacheStorage):
         target = f"{name}.{self._reject_token}.{number}"
         with open_folder(self.root, (*self._names, QUARANTINE), create=True) as quarantine_fd:
             move_away(name, folder_fd, quarantine_fd, target, self._io.file_bytes)
+
+    def _make_bound(self, max_bytes: int) -> FolderBound:
+        if not max_bytes:
+            return Unbounded()
+        if max_bytes < self._io.file_bytes:
+            raise HiCacheConfigError(
+                f"--hicache-storage-max-bytes {max_bytes}: one page file has {self._io.file_bytes} bytes; "
+                "give many times that, or 0 for no bound"
+            )
+        return KeptBound(self.root, self._names[0], max_bytes, self._counter)
 
     def _sweep(self) -> None:
         try:

@@ -35,6 +35,17 @@ def shard_name(key: PageKey) -> str:
     return f"{key[0]:02x}"
 
 
+def is_shard_name(name: str) -> bool:
+    """Whether a folder of that name holds pages."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def page_key_of(name: str) -> PageKey | None:
+    """The page that a file of that name holds, or None if the name is no page's."""
+    match = _PAGE.fullmatch(name)
+    return None if match is None else PageKey(bytes.fromhex(match["hex"]))
+
+
 def _names(folder_fd: int) -> list[str]:
     return sorted(os.listdir(folder_fd))
 
@@ -43,7 +54,7 @@ def iter_entries(folder_fd: int) -> Generator[tuple[int, str], None, None]:
     """(descriptor of the shard folder, entry name) for every entry of every shard, in order; the
     descriptor is valid until the next step. Folders that vanish or are not ours are passed
     over."""
-    for shard in filter(_SHARD.fullmatch, _names(folder_fd)):
+    for shard in filter(is_shard_name, _names(folder_fd)):
         try:
             shard_fd = os.open(shard, _SHARD_FLAGS, dir_fd=folder_fd)
         except OSError as error:
@@ -62,9 +73,9 @@ def iter_pages(folder_fd: int) -> Generator[tuple[int, str, PageKey], None, None
     """
     with closing(iter_entries(folder_fd)) as entries:
         for shard_fd, name in entries:
-            match = _PAGE.fullmatch(name)
-            if match is not None:
-                yield shard_fd, name, PageKey(bytes.fromhex(match["hex"]))
+            key = page_key_of(name)
+            if key is not None:
+                yield shard_fd, name, key
 
 
 def sweep_stale_temps(folder_fd: int, max_entries: int = MAX_SWEPT_ENTRIES) -> int:

@@ -1,0 +1,70 @@
+"""The engine's `build_kv_cache`, answered with our cache.
+
+Without `--hicache-storage` the engine's own choice stands, except that its unified tree is ours: the module of that
+name is ours in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
+from sgl_jax.srt.mem_cache.swa_radix_cache import SWARadixCache
+from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from .model_identity import model_identity
+from .server_args import HiCacheServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class CacheBuilder:
+    """Builds the cache of one scheduler. `model` is the loaded nnx module; `engines_own` is what is replaced."""
+
+    def __init__(self, model: Any, engines_own: Callable[..., Any]) -> None:
+        self._model = model
+        self._engines_own = engines_own
+
+    def __call__(self, **engine_objects: Any) -> Any:
+        """The cache, from the keyword arguments of the engine's `build_kv_cache`."""
+        server_args = engine_objects["server_args"]
+        if not is_ours(server_args):
+            return self._engines_own(**engine_objects)
+        return self._build(**engine_objects)
+
+    def _build(self, *, server_args: HiCacheServerArgs, **engine_objects: Any) -> UnifiedRadixCache:
+        config = server_args.hicache
+        identity = ModelIdentity(str(server_args.model_path), "")
+        if config.has_storage:
+            identity = model_identity(server_args, engine_objects["model_config"], self._model)
+            logger.info(
+                "HiCache: pages of %s, version %s", identity.model_id, identity.model_version
+            )
+        if engine_objects["is_hybrid"]:
+            # What the engine asks of a sliding-window cache it asks of this class; a virtual subclass has to do it all.
+            SWARadixCache.register(UnifiedRadixCache)
+        spec_algorithm = engine_objects["spec_algorithm"]
+        return build_unified_radix_cache(
+            config,
+            req_to_token_pool=engine_objects["req_to_token_pool"],
+            token_to_kv_pool_allocator=engine_objects["token_to_kv_pool_allocator"],
+            page_size=engine_objects["page_size"],
+            model_identity=identity,
+            dp_size=server_args.dp_size,
+            is_eagle=spec_algorithm is not None and spec_algorithm.is_eagle(),
+            registry=CollectorRegistry(),
+        )
+
+
+def is_ours(server_args: Any) -> bool:
+    """True if these arguments ask for our cache."""
+    if not isinstance(server_args, HiCacheServerArgs):
+        return False
+    wants_unified_tree = (
+        server_args.enable_unified_radix_tree and not server_args.disable_radix_cache
+    )
+    return bool(server_args.hicache.enabled or wants_unified_tree)

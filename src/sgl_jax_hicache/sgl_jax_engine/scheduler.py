@@ -1,0 +1,155 @@
+"""The engine's scheduler with what HiCache needs of it and the engine has no hook for.
+
+Arrival asks storage, an end of any kind forgets the prefetch, answers carry the tiers, a flush and an orderly end bring
+to storage what is not there yet. All methods run on the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from sgl_jax.srt.managers import scheduler as engine_scheduler
+from sgl_jax.srt.managers.scheduler import Scheduler
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
+from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from .cache_builder import CacheBuilder
+from .cached_tokens import CachedTokens
+from .replacing import replaced
+from .stop_switch import SWITCHES, StopSwitch
+
+logger = logging.getLogger(__name__)
+
+FLUSH_DEADLINE_S = 30.0
+"""How long a flush, and an orderly end, wait for storage."""
+
+WORKERS_DEADLINE_S = 5.0
+"""How long an orderly end waits for workers that are busy, after that."""
+
+
+class HiCacheScheduler(Scheduler):
+    """See the module."""
+
+    tree_cache: UnifiedRadixCache
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._asked_storage: set[str] = set()
+        self._prompt_tokens: Counter[str] = Counter()
+        self._switch = StopSwitch()
+        super().__init__(*args, **kwargs)
+        # From here on the loop will see the switch; before, a signal ends the process as it always did.
+        if threading.current_thread() is threading.main_thread() and not (
+            self.server_args.enable_single_process
+        ):
+            self._switch.listen_to_signals()
+        else:
+            SWITCHES.append(self._switch)
+
+    def init_memory_pool_and_cache(self) -> None:
+        """With our cache. A configuration that can not work is one line in the log before the engine's trace."""
+        builder = CacheBuilder(
+            self.tp_worker.worker.model_runner.model, engine_scheduler.build_kv_cache
+        )
+        try:
+            with replaced(engine_scheduler, "build_kv_cache", builder):
+                super().init_memory_pool_and_cache()
+        except HiCacheConfigError as error:
+            print(f"sgl_jax_hicache: {error}", file=sys.stderr, flush=True)
+            raise
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _add_request_to_queue(self, req: Any) -> None:
+        super()._add_request_to_queue(req)
+        self._ask_storage(req)
+
+    def _extend_requests_to_queue(self, reqs: list[Any], is_retracted: bool = False) -> None:
+        super()._extend_requests_to_queue(reqs, is_retracted)
+        for req in reqs:
+            self._ask_storage(req)
+
+    def _ask_storage(self, req: Any) -> None:
+        """Once per request: a retracted one has had its prefix, a refused one needs none."""
+        if req.is_retracted or req.to_finish is not None or req.finished():
+            return
+        if req.rid in self._asked_storage:
+            return
+        self._asked_storage.add(req.rid)
+        key = RadixKey(req.adjust_max_prefix_ids(), req.extra_key, req.dp_rank)
+        self.tree_cache.start_prefetch(req.rid, key)
+
+    def _forget(self, rid: str) -> None:
+        if rid in self._asked_storage:
+            self._asked_storage.remove(rid)
+            self.tree_cache.release_prefetch(rid)
+
+    def abort_request(self, recv_req: Any) -> None:
+        """Those that waited leave without another call; their prefetch is forgotten here."""
+        waited = {req.rid for req in self.waiting_queue}
+        super().abort_request(recv_req)
+        for rid in waited.difference(req.rid for req in self.waiting_queue):
+            self._forget(rid)
+
+    def stream_output_generation(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Let the count of reused tokens carry their tiers."""
+        for req in reqs:
+            tiers = getattr(req, "hicache_tiers", None)
+            if tiers is not None and type(req.cached_tokens) is int:
+                req.cached_tokens = CachedTokens(req.cached_tokens, asdict(tiers))
+            if req.finished():
+                self._finished(req)
+        super().stream_output_generation(reqs, *args, **kwargs)
+
+    def _finished(self, req: Any) -> None:
+        if req.rid in self._asked_storage and hasattr(req, "hicache_tiers"):
+            self._prompt_tokens.update(asdict(req.hicache_tiers))
+        self._forget(req.rid)
+
+    def on_idle(self) -> None:
+        """Nobody waits: whatever prefetch is left belongs to a request that ended in a way with no hook."""
+        if self._asked_storage and self.is_fully_idle():
+            for rid in list(self._asked_storage):
+                self._forget(rid)
+        super().on_idle()
+
+    # -- flush, state, end -------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> tuple[bool, str, int]:
+        """Storage gets what it lacks before device and host forget it."""
+        if self.is_fully_idle() and not self.tree_cache.flush_to_storage(FLUSH_DEADLINE_S):
+            logger.warning("HiCache: not everything reached storage before the flush")
+        flushed: tuple[bool, str, int] = super().flush_cache()
+        return flushed
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        """With the prompt tokens of ended requests by tier."""
+        output = super().get_internal_state(recv_req)
+        output.internal_state["hicache_prompt_tokens"] = dict(self._prompt_tokens)
+        return output
+
+    def recv_requests(self) -> Any:
+        """The top of every round, where an end is safe: no gather or scatter is half done."""
+        if self._switch.wanted and self._switch.due(self.is_fully_idle()):
+            self._end()
+        return super().recv_requests()
+
+    def _end(self) -> None:
+        """Bring to storage what is not there, stop the workers and end the process, or the thread that is this."""
+        stored = self.tree_cache.flush_to_storage(FLUSH_DEADLINE_S)
+        ended = self.tree_cache.shutdown(WORKERS_DEADLINE_S)
+        logger.info(
+            "HiCache: the end is %s", "in order" if stored and ended else "not in order: see above"
+        )
+        self._switch.ended.set()
+        if self.server_args.enable_single_process:
+            raise SystemExit(0)  # of this thread
+        logging.shutdown()
+        # The forward thread waits for work for ever, and the interpreter would wait for it.
+        os._exit(0)
