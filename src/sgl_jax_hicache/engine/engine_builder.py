@@ -44,7 +44,6 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     except ModelError as error:
         raise ArgumentError(f"--model-path {args.model_path}: {error}") from error
     _check_context(args, config)
-    _check_reuse(args, config)
     if args.hicache.has_storage:
         prepare_root(args.hicache.storage_path)
     check_device_room(args, config, _weight_bytes(config), read_device_room())
@@ -155,20 +154,6 @@ def _check_context(args: EngineArgs, config: ModelConfig) -> None:
             f"--context-length {args.context_length}: {args.model_path} was made for {longest} tokens; "
             f"use {longest} or less"
         )
-
-
-def _check_reuse(args: EngineArgs, config: ModelConfig) -> None:
-    """Sliding windows and recurrent states are not cached: such a model runs without reuse or not at all."""
-    if config.is_full_attention:
-        return
-    kinds = " and ".join(sorted({kind.value for kind in config.layer_kinds}))
-    problem = f"--model-path {args.model_path}: its layers are {kinds}, and prefixes are reused for full attention only"
-    if args.hicache.storage is not None:
-        raise ArgumentError(
-            f"{problem}; replace --hicache-storage {args.hicache.storage.value} by --disable-radix-cache"
-        )
-    if not args.disable_radix_cache:
-        raise ArgumentError(f"{problem}; add --disable-radix-cache")
 
 
 def _engine_bytes(args: EngineArgs, config: ModelConfig) -> int:

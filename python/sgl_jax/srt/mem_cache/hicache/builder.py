@@ -225,7 +225,11 @@ def _open_tiers(
         )
         storage = (
             open_storage(
-                config.storage.value, config.storage_path, namespaces[kind], storage_factories
+                config.storage.value,
+                config.storage_path,
+                namespaces[kind],
+                storage_factories,
+                max_bytes=config.storage_max_bytes,
             )
             if config.storage is not None and config.has_storage
             else None

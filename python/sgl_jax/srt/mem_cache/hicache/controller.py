@@ -34,6 +34,7 @@ from .types import (
     ComponentKind,
     LookupResult,
     PageKey,
+    PageLink,
     TransferId,
     TransferKind,
     TransferResult,
@@ -289,10 +290,15 @@ class HiCacheController:
         future.staged = None
 
     def store(
-        self, kind: ComponentKind, host_pages: Int32Array, page_keys: Sequence[PageKey]
+        self,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        page_keys: Sequence[PageKey],
+        links: Sequence[PageLink | None] | None = None,
     ) -> TransferFuture:
-        """Write READY host pages to storage."""
+        """Write READY host pages to storage. `links`: what each page follows, where that is known."""
         host_pool, storage = self._io[kind].host_pool, self._storage(kind)
+        follows = links if links is not None else [None] * len(page_keys)
         future = TransferFuture(self._new_id())
         self._register(TransferKind.STORE, kind, host_pages, future)
 
@@ -301,7 +307,7 @@ class HiCacheController:
             for first in range(0, len(host_pages), STORAGE_BATCH_PAGES):
                 batch = slice(first, first + STORAGE_BATCH_PAGES)
                 payloads = host_pool.read_bytes(host_pages[batch])
-                stored.extend(storage.set(page_keys[batch], payloads))
+                stored.extend(storage.set_linked(page_keys[batch], payloads, follows[batch]))
             return stored
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))

@@ -198,7 +198,7 @@ class LowerTiers:
 
     def store(self, plan: StorePlan) -> None:
         """Start writing pages to storage."""
-        self.controller.store(plan.component, plan.host_pages, plan.page_keys)
+        self.controller.store(plan.component, plan.host_pages, plan.page_keys, plan.links)
 
     # -- load --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .page_key import PageHasher
 from .tree_node import TreeNode
-from .types import PageKey
+from .types import PageKey, PageLink
 
 
 class PathKeys:
@@ -37,6 +37,13 @@ class PathKeys:
             above.page_keys = hasher.chain(self._parent_key(above), above.key)
         assert node.page_keys is not None
         return node.page_keys
+
+    def links_of(self, node: TreeNode) -> list[PageLink]:
+        """What each of the node's pages follows."""
+        keys = self.of_node(node)
+        first = sum(len(self.of_node(above)) for above in node.ancestors()) - len(keys)
+        parents = [self._parent_key(node), *keys[:-1]]
+        return [PageLink(parent, first + i) for i, parent in enumerate(parents)]
 
     def _parent_key(self, node: TreeNode) -> PageKey | None:
         """The key of the page before the node's first, or None at the start of a prompt."""

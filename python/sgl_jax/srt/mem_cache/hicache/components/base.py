@@ -21,7 +21,7 @@ from ..errors import InvariantError
 from ..host_pool.base import HostKVPool
 from ..path_keys import PathKeys
 from ..tree_node import ComponentData, TreeNode
-from ..types import ComponentKind, PageKey
+from ..types import ComponentKind, PageKey, PageLink
 from .residency import DeviceResidency, HostResidency
 
 Int32Array = npt.NDArray[np.int32]
@@ -43,11 +43,12 @@ class BackupPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Write these host pages to storage, in this order (ancestors first)."""
+    """Write these host pages to storage, in this order (ancestors first). `links`: what each page follows."""
 
     component: ComponentKind
     host_pages: Int32Array
     page_keys: tuple[PageKey, ...]
+    links: tuple[PageLink, ...]
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,22 @@ class TreeComponent(ABC):
             return None
         pages: list[Int32Array] = []
         page_keys: list[PageKey] = []
+        links: list[PageLink] = []
         for needed in self.useless_without(node):
             host_pages = self.data(needed).host_pages
             if host_pages is None or not self.host_ready(needed):
                 continue
             lacking = ~(self.host.stored[host_pages] | self.host.storing[host_pages])
             if lacking.any():
-                keys = self.page_keys(needed)
+                keys, follows = self.page_keys(needed), self.page_links(needed)
                 pages.append(host_pages[lacking])
                 page_keys.extend(keys[i] for i in np.flatnonzero(lacking))
+                links.extend(follows[i] for i in np.flatnonzero(lacking))
         if not pages:
             return None
         host_pages = np.concatenate(pages)
         self.host.storing[host_pages] = True
-        return StorePlan(self.kind, host_pages, tuple(page_keys))
+        return StorePlan(self.kind, host_pages, tuple(page_keys), tuple(links))
 
     def prefetch(self, request: PrefetchRequest) -> PrefetchPlan:
         """A prefix is about to be used: what must be loaded, and what only storage can have."""
@@ -188,6 +191,16 @@ class TreeComponent(ABC):
             raise InvariantError("page keys are asked for without a storage")
         keys = self._keys.of_node(node)[self.first_page_in(node) :]
         return keys if self._derive_key is None else [self._derive_key(key) for key in keys]
+
+    def page_links(self, node: TreeNode) -> list[PageLink]:
+        """What the node's host pages follow: a Full page the one before it, another the Full page of its tokens."""
+        if self._keys is None:
+            raise InvariantError("page links are asked for without a storage")
+        links = self._keys.links_of(node)
+        if self._derive_key is not None:
+            keys = self._keys.of_node(node)
+            links = [PageLink(key, link.index + 1) for key, link in zip(keys, links, strict=True)]
+        return links[self.first_page_in(node) :]
 
     def key_of_page(self, full_key: PageKey) -> PageKey:
         """This component's key of the page with that Full key. Any thread."""
