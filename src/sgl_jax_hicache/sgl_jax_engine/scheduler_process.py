@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from . import seams
 from .stop_switch import leave_signals_to_the_parent
 
 
@@ -41,14 +42,13 @@ def install_scheduler(server_args: Any) -> None:
 
     Raises EngineMismatchError if the engine is not as expected.
     """
+    seams.check(seams.SCHEDULER_SEAMS)
     from sgl_jax.srt.managers import scheduler
 
-    from . import seams
     from .cache_builder import is_ours
     from .prefill_adder import HiCachePrefillAdder
     from .scheduler import HiCacheScheduler
 
-    seams.check(seams.SCHEDULER_SEAMS)
     ours = is_ours(server_args)
     scheduler.Scheduler = HiCacheScheduler if ours else HiCacheScheduler.__base__
     scheduler.PrefillAdder = HiCachePrefillAdder if ours else HiCachePrefillAdder.__base__

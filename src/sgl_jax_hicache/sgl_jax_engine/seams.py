@@ -51,6 +51,18 @@ _SCHEDULER = "sgl_jax.srt.managers.scheduler"
 _POLICY = "sgl_jax.srt.managers.schedule_policy"
 _TOKENIZER = "sgl_jax.srt.managers.tokenizer_manager"
 
+FLAG_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "sgl_jax.srt.server_args",
+        "ServerArgs.from_cli",
+        ("argv",),
+        ("add_cli_args", "from_cli_args"),
+    ),
+    Seam("sgl_jax.srt.server_args", "ServerArgs.from_cli_args", ("args",), ("fields",)),
+    Seam("sgl_jax.srt.server_args", "ServerArgs.__post_init__", ("self",)),
+)
+"""What reading the flags takes hold of."""
+
 LAUNCHING_SEAMS: tuple[Seam, ...] = (
     Seam(
         _ENGINE,
@@ -75,14 +87,6 @@ LAUNCHING_SEAMS: tuple[Seam, ...] = (
         ("server_args", "pipe_finish_writer", "launch_callback"),
         ("_launch_subprocesses_or_threads",),
     ),
-    Seam(
-        "sgl_jax.srt.server_args",
-        "ServerArgs.from_cli",
-        ("argv",),
-        ("add_cli_args", "from_cli_args"),
-    ),
-    Seam("sgl_jax.srt.server_args", "ServerArgs.from_cli_args", ("args",), ("fields",)),
-    Seam("sgl_jax.srt.server_args", "ServerArgs.__post_init__", ("self",)),
     Seam(_TOKENIZER, "TokenizerManager._wait_one_response", ("self", "obj", "state", "request")),
     Seam(
         _TOKENIZER,
@@ -202,12 +206,17 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
 """What the scheduler's process takes hold of."""
 
 
+_FAULTS_TOLD = 3
+
+
 def check(seams: Sequence[Seam]) -> None:
-    """Raise EngineMismatchError, naming everything that differs, unless all seams are as they were."""
+    """Raise EngineMismatchError, naming what differs, unless all seams are as they were."""
     faults = [fault for seam in seams if (fault := seam.fault()) is not None]
     if faults:
+        more = f"; and {len(faults) - _FAULTS_TOLD} more" if len(faults) > _FAULTS_TOLD else ""
+        told = "; ".join(faults[:_FAULTS_TOLD]) + more
         raise EngineMismatchError(
-            f"the installed sgl-jax engine is not as expected: {'; '.join(faults)}. HiCache was tested with sgl-jax "
+            f"the installed sgl-jax engine is not as expected: {told}. HiCache was tested with sgl-jax "
             f"{TESTED_COMMIT} of {TESTED_DATE}: install that, or a release of sgl-jax-hicache for this engine"
         )
 

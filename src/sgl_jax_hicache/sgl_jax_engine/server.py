@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
 
+from . import seams
 from .errors import EngineMismatchError
+from .installation import install
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -30,14 +32,14 @@ def _serve(argv: list[str]) -> int:
             "--engine sgl-jax takes the engine's own arguments; --model-path is the one it needs (see --help)"
         )
     # Imported late: the engine takes seconds, and what is wrong is told as soon as it can be known.
-    from .installation import install
+    seams.check(seams.FLAG_SEAMS)
     from .server_args import HiCacheServerArgs
 
-    install()
     server_args = HiCacheServerArgs.from_cli(argv)
     if server_args.hicache.has_storage:
         prepare_root(server_args.hicache.storage_path)
 
+    install()
     from sgl_jax.srt.entrypoints import http_server
     from sgl_jax.srt.utils import kill_process_tree
 

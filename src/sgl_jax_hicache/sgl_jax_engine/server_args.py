@@ -39,7 +39,8 @@ class HiCacheServerArgs(ServerArgs):
         ServerArgs.add_cli_args(parser)
         parser.conflict_handler = "resolve"
         HiCacheConfig.add_cli_args(parser)
-        parser.add_argument(
+        # A group takes the parser's conflict handler when it is made.
+        parser.add_argument_group().add_argument(
             _THRESHOLD,
             action=_Refused,
             default=ServerArgs.hicache_write_through_threshold,
@@ -50,6 +51,10 @@ class HiCacheServerArgs(ServerArgs):
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> HiCacheServerArgs:
         """Build from what `add_cli_args` parsed."""
+        if args.multimodal:
+            raise HiCacheConfigError(
+                "--multimodal: HiCache does not serve such models; use the engine's own launcher"
+            )
         args.hicache = HiCacheConfig.from_args(args)
         for name in _engine_hicache_fields():
             setattr(args, name, getattr(ServerArgs, name))
