@@ -18,14 +18,19 @@ from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
 
 VOCAB_SIZE = 256  # every token is a byte, so that text can be made of them
 _EMPTY = -1
+_HASH_START = 17
 
 
 def next_token(tokens: Sequence[int]) -> int:
     """The fake model: a token that depends on all the tokens before it and on their order."""
-    value = 17
+    value = _HASH_START
     for token in tokens:
-        value = (value * 1_000_003 + token + 1) % ((1 << 61) - 1)
+        value = _hash(value, token)
     return value % VOCAB_SIZE
+
+
+def _hash(value: int, token: int) -> int:
+    return (value * 1_000_003 + token + 1) % ((1 << 61) - 1)
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -102,6 +107,58 @@ class FakeRunner:
         if item.wants_token:
             self.last_token[item.req_pool_idx] = token
         return token
+
+
+class HybridFakeRunner(FakeRunner):
+    """The fake model with sliding and recurrent layers: what they find must tell the same as the pages of all tokens.
+
+    `window`: tokens, 0 without sliding layers; their (token, position) pairs are kept by SWA slot. `num_states`: slots
+    of the recurrent pool, 0 without; a state is (tokens consumed, the hash that `next_token` would have by then).
+    """
+
+    def __init__(self, *args: Any, num_swa_slots: int, window: int, num_states: int, **hooks: Any):
+        super().__init__(*args, **hooks)
+        self.window = window
+        self.swa_kv = np.full((num_swa_slots, 2), _EMPTY, dtype=np.int64)
+        self.states: list[tuple[int, int] | None] = [None] * (num_states + 1)
+        self.num_cow = self.num_tracked = 0
+
+    def _run(self, mode: ForwardMode, item: ForwardItem) -> int:
+        token = super()._run(mode, item)
+        if self.window:
+            self._slide(item)
+        if len(self.states) > 1:
+            assert self._recur(item) == token, f"{item.rid}: the state is another prefix's"
+        return token
+
+    def _slide(self, item: ForwardItem) -> None:
+        assert item.swa is not None
+        assert int(item.swa.out_slots.min()) >= self.page_size, "the sentinel page was handed out"
+        self.swa_kv[item.swa.out_slots] = self.kv[item.out_slots]
+        seen = slice(max(0, item.prefix_len - self.window + 1), item.prefix_len + item.num_tokens)
+        offsets = np.arange(self.page_size)
+        rows = (item.swa.page_table[:, None] * self.page_size + offsets).reshape(-1)[seen]
+        full = (item.page_table[:, None] * self.page_size + offsets).reshape(-1)[seen]
+        assert np.array_equal(self.swa_kv[rows], self.kv[full]), f"{item.rid}: another window"
+
+    def _recur(self, item: ForwardItem) -> int:
+        slots = item.states
+        assert slots.running
+        if slots.cow_src:
+            assert item.prefix_len
+            self.states[slots.running] = self.states[slots.cow_src]
+            self.num_cow += 1
+        state = self.states[slots.running] if item.prefix_len else (0, _HASH_START)
+        assert state is not None
+        consumed, value = state
+        assert consumed == item.prefix_len, f"{item.rid}: a state of {consumed} tokens"
+        for token in self.kv[item.out_slots, 0].tolist():
+            value = _hash(value, token)
+        self.states[slots.running] = (consumed + item.num_tokens, value)
+        if slots.track:
+            self.states[slots.track] = self.states[slots.running]
+            self.num_tracked += 1
+        return value % VOCAB_SIZE
 
 
 class PooledFakeRunner(FakeRunner):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine_fakes import FakeRunner, PooledFakeRunner
+from engine_fakes import FakeRunner, HybridFakeRunner, PooledFakeRunner
 from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
@@ -19,8 +19,10 @@ from sgl_jax_hicache.engine.forward_batch import SamplingParams
 from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
 from sgl_jax_hicache.engine.outputs import OutputChunk
 from sgl_jax_hicache.engine.req import GenerateRequest
-from sgl_jax_hicache.engine.req_to_token_pool import ReqToTokenPool
+from sgl_jax_hicache.engine.req_to_token_pool import HybridReqToTokenPool, ReqToTokenPool
 from sgl_jax_hicache.engine.scheduler import Scheduler, SchedulerConfig
+from sgl_jax_hicache.engine.swa_allocator import SWATokenToKVPoolAllocator
+from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool
 
 TreeFactory = Callable[..., Any]
 MAX_CONTEXT_LEN = 512
@@ -132,3 +134,64 @@ class SchedulerWorld:
         """Slots that are neither free nor the cache's."""
         cached = self.tree.evictable_size() + self.tree.protected_size()
         return self.allocator.size - self.allocator.available_size() - cached
+
+
+class HybridWorld(SchedulerWorld):
+    """A world whose fake model has sliding layers (`window` tokens, `swa_pages`), recurrent ones (`states`), or both.
+
+    `states`: slots of the recurrent pool beyond those of `rows` requests; None without recurrent layers.
+    `interval`: tokens between tracked states, 0 without tracking.
+    """
+
+    runner: HybridFakeRunner
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 32,
+        page_size: int = 4,
+        window: int = 0,
+        swa_pages: int = 0,
+        states: int | None = None,
+        interval: int = 0,
+        rows: int = 4,
+        chunk: int = 16,
+        overlap: bool = True,
+        reserve: float = 0.5,
+        tree: TreeFactory,
+        **hooks: Any,
+    ) -> None:
+        size, size_swa = num_pages * page_size, swa_pages * page_size
+        self.allocator: Any = PagedTokenToKVPoolAllocator(size, page_size, kvcache=None)
+        if window:
+            pools = (
+                MHATokenToKVPool(tokens, page_size, "float32", 1, 2, 0)
+                for tokens in (size, size_swa)
+            )
+            self.allocator = SWATokenToKVPoolAllocator(size, size_swa, page_size, SWAKVPool(*pools))
+        self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
+        if states is not None:
+            track = (2 if overlap else 1) if interval else 0
+            slots = rows * (1 + track) + states
+            self.rows = HybridReqToTokenPool(rows, MAX_CONTEXT_LEN, slots, track)
+        self.runner = HybridFakeRunner(
+            size + page_size,
+            page_size,
+            num_swa_slots=size_swa + page_size,
+            window=window,
+            num_states=self.rows.slots_per_rank,
+            **hooks,
+        )
+        self.tree = tree(
+            self.rows,
+            self.allocator,
+            page_size,
+            sliding_window_size=window or None,
+            recurrent_track_interval=interval,
+        )
+        self.metrics = EngineMetrics()
+        config = SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True)
+        self.scheduler = Scheduler(
+            config, self.runner, self.tree, self.rows, self.allocator, self.metrics
+        )
+        self.clients = {}

@@ -13,7 +13,10 @@ from dense_reference import dense_logprobs
 from runner_harness import Harness, Request, all_logprobs
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardMode, StateSlots, SWASlots
+from sgl_jax_hicache.engine.layer_kinds import RecurrentDims
+from sgl_jax_hicache.engine.memory_pool import RecurrentStatePool
 from sgl_jax_hicache.engine.model_runner import ModelRunner
+from sgl_jax_hicache.engine.state_copies import copy_states
 from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, build_kv_pool
 from sgl_jax_hicache.engine.weights import load_model
 from sgl_jax_hicache.engine.weights.random_weights import RandomTensors
@@ -211,6 +214,80 @@ def test_state_buffers_are_donated_and_rebound() -> None:
         assert all(buffer.is_deleted() for buffer in old)
         new = [*pool.recurrent_buffers, *(layer[0] for layer in pool.conv_buffers)]
         assert [buffer.unsafe_buffer_pointer() for buffer in new] == addresses
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_tracked_state_is_the_state_at_its_border(decodes: bool) -> None:
+    h = harness("tiny-hybrid")
+    request, other = h.new(64, idx=1), h.new(64, idx=0)
+    h.extend(other, prompt(20, seed=8))
+    if decodes:
+        h.extend(request, prompt(31))
+        items = (h.item(request, None, track=5), h.item(other, None, track=6))
+        h.runner.dispatch(ForwardBatch(ForwardMode.DECODE, items))
+    else:
+        h.extend(request, prompt(32), track=5)
+    want = h.state(request)
+    for mine, kept in zip(want, h.state_at(5), strict=True):
+        assert kept.any()
+        np.testing.assert_array_equal(kept, mine)
+    for mine, kept in zip(h.state(other), h.state_at(6), strict=True):
+        assert kept.any() == decodes
+        assert not decodes or np.array_equal(mine, kept)
+    h.decode([request])
+    for mine, kept in zip(want, h.state_at(5), strict=True):
+        np.testing.assert_array_equal(kept, mine)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_request_that_starts_from_a_copy_goes_on_as_the_first_did(name: str) -> None:
+    """Two requests behind one prefix of 64 tokens, in one step: pages shared, states copied from one tracked slot."""
+    h, stem, tails = harness(name), prompt(64), [prompt(33, seed=1), prompt(7, seed=2)]
+    first = h.new(120, idx=0)
+    h.extend(first, stem, track=5, wants_token=False)
+    h.extend(first, tails[0])  # its running slot moves on
+    want = []
+    for tail in tails:
+        alone = harness(name)
+        request = alone.new(120, idx=0)
+        alone.extend(request, stem, wants_token=False)
+        out = alone.extend(request, tail, top_logprobs_num=VOCAB)
+        want.append((all_logprobs(out, 0), alone.state(request)))
+    requests = [h.new(120, idx=idx) for idx in (1, 2)]
+    for request in requests:
+        request.pages[:4] = first.pages[:4]
+        request.length = 64
+    items = [
+        h.item(request, tail, cow_src=5, top_logprobs_num=VOCAB)
+        for request, tail in zip(requests, tails, strict=True)
+    ]
+    out = h.runner.dispatch(ForwardBatch(ForwardMode.EXTEND, tuple(items)))
+    for row, request in enumerate(requests):
+        np.testing.assert_array_equal(all_logprobs(out, row), want[row][0])
+        for mine, other in zip(h.state(request), want[row][1], strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def test_copies_are_made_in_place_and_change_no_other_slot() -> None:
+    pool = RecurrentStatePool(6, RecurrentDims(4, 2, 8, 12, 4), layer_num=2)
+    fill = np.random.default_rng(3)
+
+    def buffers() -> list[Any]:
+        return [*pool.recurrent_buffers, *(layer[0] for layer in pool.conv_buffers)]
+
+    for index in range(2):
+        shape = pool.recurrent_shape
+        pool.recurrent_buffers[index] = jnp.asarray(fill.standard_normal(shape, np.float32))
+        pool.conv_buffers[index][0] = jnp.asarray(fill.standard_normal(pool.conv_shape, np.float32))
+    before, old = [np.array(buffer) for buffer in buffers()], buffers()
+    addresses = [buffer.unsafe_buffer_pointer() for buffer in old]
+    copy_states(pool, [(2, 5), (5, 1), (3, 4)], width=8)
+    assert all(buffer.is_deleted() for buffer in old)
+    assert [buffer.unsafe_buffer_pointer() for buffer in buffers()] == addresses
+    for was, buffer in zip(before, buffers(), strict=True):
+        want = was.copy()
+        want[[5, 1, 4]] = was[[2, 5, 3]]  # every source as it was before
+        np.testing.assert_array_equal(np.array(buffer), want)
 
 
 def test_runners_that_cannot_work_are_refused() -> None:
