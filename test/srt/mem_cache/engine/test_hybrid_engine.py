@@ -71,6 +71,22 @@ def expect_retracted(answers: list[dict[str, Any]], outputs: list[list[int]]) ->
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
+@pytest.mark.parametrize("name", ["tiny-swa", "tiny-swa-only", "tiny-hybrid"])
+def test_a_small_pool_for_sliding_layers_gives_the_tokens_of_a_large_one(name: str) -> None:
+    long = [prompts()[0] * 3, prompts()[2] * 2]  # 450 and 180 tokens, through a pool of 160
+    settings = {"max_total_tokens": 1024, "context_length": 1024, "chunked_prefill_size": 32}
+    with engine_of(name, **settings) as engine:
+        alone = [ask(engine, ids)["output_ids"] for ids in long]
+    settings["disable_overlap_schedule"] = name == "tiny-swa-only"
+    with engine_of(name, swa_full_tokens_ratio=160 / 1024, **settings) as engine:
+        state = engine.get_server_info()["state"]
+        assert state["swa"]["pool_tokens"] == state["swa"]["free_tokens"] == 160
+        assert [answer["output_ids"] for answer in ask(engine, long)] == alone
+        state = engine.get_server_info()["state"]
+        assert state["free_tokens"] == 1024
+        assert state["swa"]["free_tokens"] == 160
+
+
 def test_an_abort_leaves_nothing_behind_for_the_next_request() -> None:
     with engine_of("tiny-hybrid") as engine:
         want = ask(engine, prompts()[2])["output_ids"]

@@ -89,6 +89,34 @@ def test_a_small_swa_pool_serves_many_requests_in_turn(
 
 
 @both_loops
+@trees
+def test_full_reserve_never_retracts_for_a_window(
+    overlap: bool, tree: Any, rng: np.random.Generator
+) -> None:
+    world = HybridWorld(
+        num_pages=256, window=10, swa_pages=24, tree=tree, overlap=overlap, reserve=1.0
+    )
+    clients = [world.submit(str(i), _prompt(rng, 30), 30) for i in range(6)]
+    world.run()
+    assert sum(client.last.stats.num_retractions for client in clients) == 0
+    assert max(len(batch.items) for batch in world.runner.batches) > 1
+
+
+@both_loops
+def test_states_that_the_tree_keeps_make_way_for_requests(
+    overlap: bool, rng: np.random.Generator
+) -> None:
+    world = HybridWorld(num_pages=256, states=4, interval=4, rows=2, tree=PageTree, overlap=overlap)
+    world.submit("alone", _prompt(rng, 60), 2)
+    world.run()
+    assert world.rows.recurrent_available_size() < 2 * world.rows.request_owned_slots
+    clients = [world.submit(str(i), prompt := _prompt(rng, 30), 4) for i in range(2)]
+    world.run()
+    assert len(world.runner.batches[-1].items) == 2
+    assert clients[1].tokens == expected_output(prompt, 4)
+
+
+@both_loops
 def test_prefills_cut_at_borders_share_a_step_and_the_younger_gives_way(
     overlap: bool, rng: np.random.Generator
 ) -> None:
