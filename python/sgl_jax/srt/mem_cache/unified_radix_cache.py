@@ -223,12 +223,13 @@ class UnifiedRadixCache:
         )
 
     def evict_req_swa(self, req: Any, pre_len: int, dp_rank: int = 0) -> None:
-        """Free the SWA slots of a running request's own tokens that the token at position `pre_len` no longer sees."""
-        if self.sliding_window_size is None:
+        """Free the SWA slots of a running request's own tokens that neither the token at position `pre_len` nor a
+        reader at the last page border before it needs: a later prompt may go on from there."""
+        swa = self._tree.swa
+        if swa is None or swa.reach is None:
             return
         first = max(req.cache_protected_len, req.swa_evicted_seqlen)
-        unseen = max(pre_len - self.sliding_window_size + 1, 0)
-        end = unseen // self.page_size * self.page_size
+        end = (pre_len // self.page_size - swa.reach) * self.page_size
         if end > first:
             row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
             self._tree.device.free_swa(row[first:end].copy(), dp_rank)
