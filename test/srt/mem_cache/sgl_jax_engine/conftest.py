@@ -1,0 +1,73 @@
+"""Options of the tests that run the engine itself; give them with this folder as the path to test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_runs import EngineRuns
+from tiny_qwen3 import write_model
+
+from sgl_jax_hicache import overlay
+
+TINY_ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "native",
+    "dtype": "float32",
+    "page_size": 16,
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 256,
+    "context_length": 1024,
+    "max_seq_len": 1024,
+    "precompile_bs_paddings": [4],
+    "precompile_token_paddings": [256],
+    "disable_precompile": True,
+    "random_seed": 1,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """On a TPU VM: a real model, and how it lies on the devices."""
+    group = parser.getgroup("sgl-jax")
+    group.addoption(
+        "--sgl-jax-model-path",
+        help="a model to serve (default: a tiny Qwen3 with random weights, on CPU)",
+    )
+    group.addoption(
+        "--sgl-jax-engine-args",
+        default="{}",
+        help='arguments of Engine as JSON, for instance \'{"tp_size": 8, "dp_size": 2, "page_size": 128}\'',
+    )
+    group.addoption(
+        "--sgl-jax-preload", help="a Python file that every process of the engine runs first"
+    )
+    group.addoption(
+        "--sgl-jax-tolerance",
+        type=float,
+        default=1e-5,
+        help="largest difference of log probabilities between a computed and a reused prefix",
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with random weights of a fixed seed."""
+    if not overlay.engine_installed():
+        pytest.skip("the sgl-jax engine is not installed here")
+    return write_model(tmp_path_factory.mktemp("model") / "tiny-qwen3", seed=7)
+
+
+@pytest.fixture
+def engine_runs(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> EngineRuns:
+    """Runs of the engine over one storage folder, with what the options ask for."""
+    given = request.config.getoption("--sgl-jax-model-path", default=None)
+    settings = {"model_path": given} if given else {"model_path": str(tiny_model), **TINY_ON_CPU}
+    settings |= json.loads(request.config.getoption("--sgl-jax-engine-args", default="{}"))
+    return EngineRuns(
+        settings,
+        folder=tmp_path,
+        preload=request.config.getoption("--sgl-jax-preload", default=None),
+        tolerance=request.config.getoption("--sgl-jax-tolerance", default=1e-5),
+    )

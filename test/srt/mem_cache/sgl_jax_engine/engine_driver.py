@@ -1,0 +1,87 @@
+"""Runs the engine in a process of its own: engine_driver.py SPEC ANSWERS [PRELOAD].
+
+SPEC is a JSON file: settings of `Engine` and a list of steps. Every answer is appended to ANSWERS as a line of JSON.
+Spawned processes import this module again, with the same arguments, so PRELOAD is run in them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from sgl_jax_hicache import overlay
+
+overlay.activate()
+
+if len(sys.argv) > 3:
+    runpy.run_path(sys.argv[3])
+
+
+class Driver:
+    """Plays steps against one engine."""
+
+    def __init__(self, settings: dict[str, Any], answers: Path) -> None:
+        from sgl_jax_hicache.sgl_jax_engine import Engine
+
+        self._engine = Engine(**settings)
+        self._answers = answers
+
+    def ask(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Greedy answers, with log probabilities."""
+        answers = self._engine.generate(
+            input_ids=prompts,
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            return_logprob=True,
+        )
+        for answer in answers if isinstance(answers, list) else [answers]:
+            meta_info = answer["meta_info"]
+            self._tell(
+                output_ids=answer["output_ids"],
+                logprobs=[entry[0] for entry in meta_info["output_token_logprobs"]],
+                cached_tokens=meta_info["cached_tokens"],
+                tiers=meta_info.get("cached_tokens_details"),
+            )
+
+    def flush(self) -> None:
+        """Device and host forget everything. With overlap the scheduler is busy for a round after the last answer, and
+        refuses meanwhile."""
+        flushed = any(self._engine.flush_cache().success for _ in range(1000))
+        self._tell(flushed=flushed)
+
+    def state(self) -> None:
+        """What the scheduler says of itself."""
+        state = self._engine.get_server_info()["internal_states"][0]
+        self._tell(**{name: state[name] for name in ("hicache_prompt_tokens", "tree_cache_size")})
+
+    def kill(self) -> None:
+        """SIGKILL to this process; its children follow."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def shutdown(self) -> None:
+        """An orderly end."""
+        self._engine.shutdown()
+
+    def _tell(self, **answer: Any) -> None:
+        with self._answers.open("a") as file:
+            file.write(json.dumps(answer) + "\n")
+
+
+def main() -> None:
+    """Play the steps; each is [name, arguments]."""
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    driver = Driver(spec["settings"], Path(sys.argv[2]))
+    for name, arguments in spec["steps"]:
+        getattr(driver, name)(**arguments)
+
+
+if __name__ == "__main__":
+    main()

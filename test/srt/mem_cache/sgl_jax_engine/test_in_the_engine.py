@@ -1,0 +1,91 @@
+"""The engine itself, with HiCache: what comes from a lower tier is what was computed, after a kill too.
+
+Slow: every run starts the engine. On a TPU VM, with a real model:
+
+    pytest -p no:anyio test/srt/mem_cache/sgl_jax_engine --sgl-jax-model-path Qwen/Qwen3-8B \
+        --sgl-jax-engine-args '{"tp_size": 4, "page_size": 128, "max_total_tokens": 8192}' --sgl-jax-tolerance 0.05
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_runs import FLUSH, KILL, SHUTDOWN, STATE, Answer, EngineRuns, ask
+
+from sgl_jax_hicache import overlay
+
+pytestmark = pytest.mark.skipif(
+    not overlay.engine_installed(), reason="the sgl-jax engine is not installed here"
+)
+
+VOCAB = 480
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that differ from page to page and from prompt to prompt."""
+    return [(7 * i * (seed + 1) + 13 * seed) % VOCAB + 4 for i in range(length)]
+
+
+def same(reused: Answer, computed: Answer, tolerance: float) -> None:
+    """Tokens equal, log probabilities within what another batch shape may change."""
+    assert reused.output_ids == computed.output_ids
+    differences = [abs(a - b) for a, b in zip(reused.logprobs, computed.logprobs, strict=True)]
+    assert max(differences) <= tolerance, differences
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "overlap off": {"disable_overlap_schedule": True},
+    "overlap on": {"disable_overlap_schedule": False},
+    "tp 2": {"tp_size": 2, "devices": 2, "disable_overlap_schedule": False},
+    "polled, slab": {"hicache_async_impl": "future", "hicache_host_scheme": "slab"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_tier_gives_what_was_computed(engine_runs: EngineRuns, name: str) -> None:
+    settings = CONFIGURATIONS[name]
+    page, pool = engine_runs.page_size, engine_runs.pool_tokens or 8192
+    length = 12 * page + page // 2
+    reused = 12 * page
+    mine = ask(prompt(1, length))
+    fill = [ask(prompt(20 + i, length), max_new_tokens=2) for i in range(pool // reused + 1)]
+    first = engine_runs.run(mine, mine, *fill, mine, KILL, **settings)
+    cold, device, host = first[0], first[1], first[-1]
+    storage, flushed, again, state = engine_runs.run(mine, FLUSH, mine, STATE, SHUTDOWN, **settings)
+    assert cold.tiers == {"device": 0, "host": 0, "storage": 0, "computed": length}
+    for answer, tier in (
+        (device, "device"),
+        (host, "host"),
+        (storage, "storage"),
+        (again, "storage"),
+    ):
+        assert answer.cached_tokens == reused
+        assert answer.tiers[tier] == reused, (tier, answer.tiers)
+        assert answer.tiers["computed"] == length - reused
+        same(answer, cold, engine_runs.tolerance)
+        assert answer.logprobs == device.logprobs, f"{tier} differs from device"
+    assert flushed == {"flushed": True}
+    assert state["hicache_prompt_tokens"]["storage"] == 2 * reused
+
+
+def test_write_back_stores_at_an_orderly_end(engine_runs: EngineRuns) -> None:
+    settings = {"hicache_write_policy": "write_through_and_back"}
+    length = 6 * engine_runs.page_size + 1
+    mine = ask(prompt(3, length))
+    (cold,) = engine_runs.run(mine, SHUTDOWN, **settings)
+    (storage,) = engine_runs.run(mine, SHUTDOWN, **settings)
+    assert storage.tiers["storage"] == 6 * engine_runs.page_size
+    same(storage, cold, engine_runs.tolerance)
+
+
+def test_without_hicache_the_engine_has_its_own_cache(engine_runs: EngineRuns) -> None:
+    length = 4 * engine_runs.page_size + 1
+    mine = ask(prompt(4, length))
+    cold, warm = engine_runs.run(mine, mine, SHUTDOWN, hicache=False)
+    (ours,) = engine_runs.run(mine, SHUTDOWN, hicache=False, enable_unified_radix_tree=True)
+    assert warm.tiers is None
+    assert warm.cached_tokens == length - 1
+    assert ours.tiers is not None, "the engine's unified tree is ours"
+    same(warm, cold, engine_runs.tolerance)
+    same(ours, cold, engine_runs.tolerance)
