@@ -24,7 +24,7 @@ class RequestStates:
         tree = self._tree
         if tree.recurrent is None or not getattr(req, "recurrent_ping_pong_track_buffer", None):
             return []
-        num_consumed = req.recurrent_last_track_seqlen
+        num_consumed = req.recurrent_last_track_seqlen or 0  # None: there was no snapshot yet
         if not 0 < num_consumed <= num_tokens or num_consumed % tree.codec.page_size:
             return []
         replacement = self._new_slot(req.dp_rank or 0)
