@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
 from sgl_jax.srt.mem_cache.swa_radix_cache import SWARadixCache
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -44,16 +45,25 @@ class CacheBuilder:
             logger.info(
                 "HiCache: pages of %s, version %s", identity.model_id, identity.model_version
             )
+        rows = engine_objects["req_to_token_pool"]
+        recurrent = engine_objects["is_hybrid_recurrent"]
+        if recurrent and not rows.enable_recurrent_extra_buffer:
+            raise HiCacheConfigError(
+                "the recurrent states of this model are kept at page borders: give --page-size above 1, "
+                "leave --enable-mixed-chunk out, and without --hicache-storage give --enable-recurrent-extra-buffer"
+            )
         if engine_objects["is_hybrid"]:
             # What the engine asks of a sliding-window cache it asks of this class; a virtual subclass has to do it all.
             SWARadixCache.register(UnifiedRadixCache)
         spec_algorithm = engine_objects["spec_algorithm"]
         return build_unified_radix_cache(
             config,
-            req_to_token_pool=engine_objects["req_to_token_pool"],
+            req_to_token_pool=rows,
             token_to_kv_pool_allocator=engine_objects["token_to_kv_pool_allocator"],
             page_size=engine_objects["page_size"],
             model_identity=identity,
+            sliding_window_size=engine_objects["sliding_window_size"],
+            recurrent_state_pool=rows.recurrent_state_pool if recurrent else None,
             dp_size=server_args.dp_size,
             is_eagle=spec_algorithm is not None and spec_algorithm.is_eagle(),
             registry=CollectorRegistry(),

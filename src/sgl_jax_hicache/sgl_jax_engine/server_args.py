@@ -29,9 +29,25 @@ class HiCacheServerArgs(ServerArgs):
     def __post_init__(self) -> None:
         if self.hicache.enabled:
             _refuse_conflicts(self)
-            # The engine lets a recurrent model reuse prefixes only with this, and the cache is of that kind.
-            self.enable_unified_radix_tree = True
+            self._allow_recurrent_models()
         super().__post_init__()
+
+    def _allow_recurrent_models(self) -> None:
+        """What the engine wants before a model with recurrent layers may reuse prefixes; other models do not mind."""
+        self.enable_unified_radix_tree = True
+        # Snapshots at page borders. The engine refuses them with either of these (and with speculation, see below).
+        if self.page_size > 1 and not self.enable_mixed_chunk:
+            self.enable_recurrent_extra_buffer = True
+        ours, theirs = self.hicache.checkpoint_interval, self.recurrent_track_interval
+        if ours is not None and theirs is not None and ours != theirs:
+            raise HiCacheConfigError(
+                f"--hicache-checkpoint-interval {ours} and --recurrent-track-interval {theirs}: one interval is kept; "
+                "give one of them"
+            )
+        if theirs is not None:
+            self.hicache = dataclasses.replace(self.hicache, checkpoint_interval=theirs)
+        elif self.enable_recurrent_extra_buffer:
+            self.recurrent_track_interval = ours
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,9 @@ class ServerArgs:
     disable_radix_cache: bool = False
     enable_unified_radix_tree: bool = False
     enable_static_lora: bool = False
+    enable_mixed_chunk: bool = False
+    enable_recurrent_extra_buffer: bool = False
+    recurrent_track_interval: int | None = None
     speculative_algorithm: str | None = None
     disaggregation_mode: str = "null"
     pd_disaggregation: str | None = None
@@ -47,7 +50,15 @@ class ServerArgs:
             parser.add_argument(f"--{name}-size", type=int, default=1)
         parser.add_argument("--nnodes", type=int, default=1)
         parser.add_argument("--page-size", type=int, default=1)
-        for name in ("multimodal", "disable-radix-cache", "enable-unified-radix-tree", "enable-static-lora"):
+        parser.add_argument("--recurrent-track-interval", type=int)
+        for name in (
+            "multimodal",
+            "disable-radix-cache",
+            "enable-unified-radix-tree",
+            "enable-static-lora",
+            "enable-mixed-chunk",
+            "enable-recurrent-extra-buffer",
+        ):
             parser.add_argument(f"--{name}", action="store_true")
         for name in ("speculative-algorithm", "pd-disaggregation"):
             parser.add_argument(f"--{name}")

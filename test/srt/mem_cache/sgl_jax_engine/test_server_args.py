@@ -32,7 +32,8 @@ def build(call):
         return {"exit": error.code}
     args = pickle.loads(pickle.dumps(args))
     fields = dataclasses.asdict(args)
-    return {name: fields[name] for name in ("hicache", "hicache_storage", "enable_unified_radix_tree", "page_size")}
+    shown = ("hicache", "hicache_storage", "enable_unified_radix_tree", "page_size", "recurrent_track_interval")
+    return {name: fields[name] for name in (*shown, "enable_recurrent_extra_buffer")}
 
 answers = [build(call) for call in json.loads(sys.argv[1])]
 print(json.dumps(answers, default=lambda x: getattr(x, "value", None) or str(x)))
@@ -105,6 +106,26 @@ def test_all_our_values_are_taken(engine: Engine, tmp_path: Path) -> None:
     assert from_line["page_size"] == 16
     assert off["hicache"]["storage"] is None
     assert off["enable_unified_radix_tree"] is False
+
+
+def test_what_recurrent_models_need(engine: Engine) -> None:
+    line = "--model-path m --page-size 16 --hicache-storage none"
+    plain, ours, theirs, mixed, single, both = engine.build(
+        line.split(),
+        f"{line} --hicache-checkpoint-interval 64".split(),
+        f"{line} --recurrent-track-interval 64".split(),
+        f"{line} --enable-mixed-chunk".split(),
+        line.replace("16", "1").split(),
+        f"{line} --hicache-checkpoint-interval 64 --recurrent-track-interval 128".split(),
+    )
+    assert plain["enable_recurrent_extra_buffer"] is True
+    assert plain["hicache"]["checkpoint_interval"] is None
+    for args in (ours, theirs):
+        assert args["hicache"]["checkpoint_interval"] == 64
+        assert args["recurrent_track_interval"] == 64
+    assert mixed["enable_recurrent_extra_buffer"] is False
+    assert single["enable_recurrent_extra_buffer"] is False
+    assert "one interval is kept" in both["error"]
 
 
 REFUSED = [
