@@ -272,6 +272,14 @@ class UnifiedRadixCache:
         """SWA tokens on the device that somebody keeps."""
         return self._tree.swa.device.protected(dp_rank) if self._tree.swa else 0
 
+    def full_lru_list_evictable_size(self) -> int:
+        """Full tokens that nobody keeps, over all ranks; the engine shows it when it is out of memory."""
+        return self._tree.full.device.total_evictable()
+
+    def swa_lru_list_evictable_size(self) -> int:
+        """SWA tokens that nobody keeps, over all ranks; the engine shows it when it is out of memory."""
+        return self._tree.swa.device.total_evictable() if self._tree.swa else 0
+
     def recurrent_evictable_size(self, dp_rank: int = 0) -> int:
         """Recurrent states on the device that nobody keeps."""
         return self._tree.recurrent.device.evictable(dp_rank) if self._tree.recurrent else 0

@@ -113,6 +113,10 @@ class DeviceResidency:
         """Slots that are locked."""
         return self._protected[dp_rank]
 
+    def total_evictable(self) -> int:
+        """Slots that may leave, over all ranks."""
+        return sum(self._evictable)
+
     def total(self) -> int:
         """Slots on the device, over all ranks."""
         return sum(self._evictable) + sum(self._protected)
