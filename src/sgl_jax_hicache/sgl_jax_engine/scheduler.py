@@ -119,6 +119,12 @@ class HiCacheScheduler(Scheduler):
                 self._forget(rid)
         super().on_idle()
 
+    def check_tree_cache(self) -> None:
+        """With `--log-level debug` only: the engine walks the whole tree in every idle round, and in a large one a new
+        request would wait for that. That no slot is lost is checked in every idle round all the same."""
+        if logger.isEnabledFor(logging.DEBUG):
+            self.tree_cache.check_invariants()
+
     # -- flush, state, end -------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> tuple[bool, str, int]:

@@ -174,7 +174,8 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
     Seam(_SCHEDULER, "Scheduler.recv_requests", ("self",)),
     Seam(_SCHEDULER, "Scheduler.event_loop_normal", ("self",), ("recv_requests", "on_idle")),
     Seam(_SCHEDULER, "Scheduler.event_loop_overlap", ("self",), ("recv_requests", "on_idle")),
-    Seam(_SCHEDULER, "Scheduler.on_idle", ("self",), ("is_fully_idle",)),
+    Seam(_SCHEDULER, "Scheduler.on_idle", ("self",), ("is_fully_idle", "check_tree_cache")),
+    Seam(_SCHEDULER, "Scheduler.check_tree_cache", ("self",), ("sanity_check",)),
     Seam(_SCHEDULER, "Scheduler.flush_cache", ("self",), ("tree_cache", "reset")),
     Seam(_SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
     Seam(
