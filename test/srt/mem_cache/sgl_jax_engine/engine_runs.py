@@ -93,7 +93,9 @@ class EngineRuns:
         return [self._answer(json.loads(line)) for line in answers.read_text().splitlines()]
 
     def _environment(self, devices: int) -> dict[str, str]:
-        env = {**os.environ, "PYTHONPATH": str(SRC)}
+        # The tests' own settings are for their own process, which stays on CPU and leaves a TPU to the engine.
+        env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+        env["PYTHONPATH"] = str(SRC)
         if self._settings.get("device") == "cpu":
             env["JAX_PLATFORMS"] = env["USE_DEVICE_TYPE"] = "cpu"
             env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
