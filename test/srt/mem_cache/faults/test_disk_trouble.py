@@ -172,6 +172,7 @@ class SlowOps(FileOps):
         if call == self._call and not self.gate.is_set():
             self.stuck.set()
             if not self.gate.wait(WAIT_S):
+                self.gate.set()  # the next call need not wait to find that out
                 raise TimeoutError("the gate never opened")
 
     def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:

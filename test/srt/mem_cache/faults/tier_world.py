@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from engine_fakes import expected_output
 from prometheus_client import CollectorRegistry
 from scheduler_world import MAX_CONTEXT_LEN, SchedulerWorld
-from starlette.testclient import TestClient
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind, WritePolicy
@@ -26,6 +26,7 @@ from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
 from sgl_jax_hicache.engine.engine import Engine, EngineParts
 from sgl_jax_hicache.engine.http_server.app import create_app
+from sgl_jax_hicache.engine.http_server.server import Server, bind
 from sgl_jax_hicache.engine.requests import RequestChecker
 from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
 
@@ -90,7 +91,14 @@ class TierWorld:
                 info={},
             )
         )
-        self.client = TestClient(create_app(self.engine))
+        self._listener = bind("127.0.0.1", 0)
+        self._server = Server(create_app(self.engine), deadline_s=2)
+        self._thread = threading.Thread(target=self._server.serve_on, args=(self._listener,))
+        self._thread.start()
+        port = self._listener.getsockname()[1]
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=2 * WAIT_S, trust_env=False
+        )
 
     def _build_tree(
         self, rows: Any, allocator: Any, page_size: int, config: HiCacheConfig, **_fields: Any
@@ -144,14 +152,22 @@ class TierWorld:
                 return float(value)
         raise AssertionError(f"/metrics has no {wanted}")
 
-    def close(self) -> None:
-        """Nothing is held; then the server ends in order."""
+    def check_at_rest(self) -> None:
+        """Every transfer ended, nothing is held, every invariant holds, the engine lives."""
         self.settle()
         state = self.engine.get_server_info()["state"]
         assert state["protected_tokens"] == 0
         assert state["free_tokens"] + state["evictable_tokens"] == state["pool_tokens"]
         self.engine._thread.call(self.parts.tree.check_invariants).result(WAIT_S)
         assert self.engine.healthy
+
+    def close(self) -> None:
+        """Stop the server, then the engine."""
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+        self._listener.close()
+        assert not self._thread.is_alive()
         self.engine.shutdown(WAIT_S)
 
 
@@ -161,6 +177,6 @@ def tier_world(root: Path, **settings: Any) -> Iterator[TierWorld]:
     world = TierWorld(root, **settings)
     try:
         yield world
-        world.close()
+        world.check_at_rest()
     finally:
-        world.engine.shutdown(0.0)
+        world.close()
