@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import StorageCorruptionError
+from ..types import PageKey
 from .folders import open_folder
 from .inventory import Int64Array, Inventory
 from .page_info import read_header
@@ -78,7 +79,12 @@ def _read_link(found: Inventory, row: int) -> tuple[int, int]:
         return 0, UNKNOWN_INDEX
     if link is None:
         return 0, UNKNOWN_INDEX
-    return 0 if link.parent is None else int.from_bytes(link.parent[:8], "big"), link.index
+    return id_of(link.parent), link.index
+
+
+def id_of(key: PageKey | None) -> int:
+    """What stands for a page in `Links`; 0 for none."""
+    return 0 if key is None else int.from_bytes(key[:8], "big")
 
 
 def _find(sorted_ids: UInt64Array, wanted: UInt64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:

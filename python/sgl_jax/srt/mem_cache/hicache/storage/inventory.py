@@ -133,13 +133,25 @@ def take_inventory(
     `tick` is told of every so many files looked at. Raises OSError if the root cannot be opened.
     """
     found = Inventory(root)
+    for folder, folder_fd in _page_folders(root, models):
+        _look_into(found, folder, folder_fd, tick)
+    return found
+
+
+def page_folders(root: Path, models: Sequence[str] | None = None) -> list[PageFolder]:
+    """The folders that hold pages below `root`, or below the named model folders of it. Raises OSError as
+    `take_inventory`.
+    """
+    return [folder for folder, _ in _page_folders(root, models)]
+
+
+def _page_folders(root: Path, models: Sequence[str] | None) -> Iterator[tuple[PageFolder, int]]:
     with open_folder(root, (), create=False) as root_fd:
         names = _folder_names(root_fd) if models is None else models
         for model, model_fd in _folders(names, root_fd):
             page_sizes = filter(str.isdecimal, _folder_names(model_fd))
             for page_size, folder_fd in _folders(page_sizes, model_fd):
-                _look_into(found, PageFolder(model, page_size), folder_fd, tick)
-    return found
+                yield PageFolder(model, page_size), folder_fd
 
 
 def _folder_names(fd: int) -> list[str]:

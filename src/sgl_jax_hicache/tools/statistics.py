@@ -1,0 +1,160 @@
+"""`stat`: what the pages are, by model and layout: sizes, ages, prompts, what is cut off. Reads every header."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sgl_jax.srt.mem_cache.hicache.byte_size import show_bytes
+from sgl_jax.srt.mem_cache.hicache.errors import StorageCorruptionError
+from sgl_jax.srt.mem_cache.hicache.storage.chains import (
+    UNKNOWN_INDEX,
+    Links,
+    id_of,
+    is_cut_off,
+    parent_rows,
+)
+from sgl_jax.srt.mem_cache.hicache.storage.folders import open_folder
+from sgl_jax.srt.mem_cache.hicache.storage.inventory import Inventory, PageFolder
+from sgl_jax.srt.mem_cache.hicache.storage.page_info import PageFileInfo, read_header
+from sgl_jax.srt.mem_cache.hicache.storage.sweep import page_name, shard_name
+
+from .ages import show_age
+from .layouts import component_of, shown_layout
+from .place import add_place_arguments, inventory_of, shown_model
+from .progress import progress
+from .report import Report
+
+
+@dataclass
+class _Group:
+    """Pages of one namespace: their rows in the inventory, and the header of the first."""
+
+    folder: PageFolder
+    info: PageFileInfo
+    rows: list[int] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `stat`."""
+    add_place_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Say what is there."""
+    found = inventory_of(args)
+    groups, links, unreadable = _read_headers(found)
+    cut_off = is_cut_off(links.index, parent_rows(links))
+    entries = [_entry(found, group, links, cut_off) for group in groups]
+    report = Report({"path": str(found.root), "layouts": entries, "unreadable_headers": unreadable})
+    report.table(
+        [
+            "model",
+            "layout",
+            "weights",
+            ">pages",
+            ">bytes",
+            ">tokens",
+            ">prompts",
+            ">longest",
+            ">cut off",
+            "ages",
+        ],
+        [_row(entry) for entry in entries],
+    )
+    report.line(
+        "Tokens, prompts, the longest in tokens and what is cut off (a page before it is missing) as far as the files "
+        "tell; ages: youngest, median, oldest."
+    )
+    if unreadable:
+        report.line(f"{unreadable:,} files have no header that can be read: run verify.")
+    return report
+
+
+def _read_headers(found: Inventory) -> tuple[list[_Group], Links, int]:
+    groups: dict[tuple[PageFolder, bytes], _Group] = {}
+    parent_id = np.zeros(len(found), np.uint64)
+    index = np.full(len(found), UNKNOWN_INDEX, np.int64)
+    unreadable = 0
+    with progress("reading headers", len(found)) as tick:
+        for row in range(len(found)):
+            tick(1)
+            info = _header(found, row)
+            if info is None:
+                unreadable += 1
+                continue
+            folder = found.folder(row)
+            group = groups.setdefault((folder, info.namespace_digest), _Group(folder, info))
+            group.rows.append(row)
+            group.versions[info.format_version] += 1
+            if info.link is not None:
+                parent_id[row], index[row] = id_of(info.link.parent), info.link.index
+    ordered = sorted(
+        groups.values(), key=lambda g: (g.folder.names, g.info.layout_id, -len(g.rows))
+    )
+    return ordered, Links(found.key_ids, parent_id, index), unreadable
+
+
+def _header(found: Inventory, row: int) -> PageFileInfo | None:
+    key, folder = found.key(row), found.folder(row)
+    try:
+        with open_folder(found.root, (*folder.names, shard_name(key)), create=False) as shard_fd:
+            return read_header(page_name(key), shard_fd)
+    except (OSError, StorageCorruptionError):
+        return None
+
+
+def _entry(found: Inventory, group: _Group, links: Links, cut_off: Any) -> dict[str, Any]:
+    info, rows = group.info, np.array(group.rows)
+    index = links.index[rows]
+    ages_s = (time.time_ns() - found.used_ns[rows]) / 1e9
+    component = component_of(info)
+    is_chain = component in (None, "full")
+    return {
+        "model": shown_model(group.folder.model),
+        "page_size": info.page_size,
+        "component": component,
+        "layout": info.layout_id,
+        "layout_digest": info.layout_digest.hex(),
+        "namespace_digest": info.namespace_digest.hex(),
+        "kv_dtype": info.kv_dtype,
+        "page_bytes": info.payload_bytes,
+        "format_versions": {str(number): count for number, count in sorted(group.versions.items())},
+        "pages": len(rows),
+        "bytes": int(found.num_bytes[rows].sum()),
+        "tokens": len(rows) * info.page_size if is_chain else None,
+        "prompts": int((index == 0).sum()) if is_chain else None,
+        "longest_tokens": int(index.max() + 1) * info.page_size if is_chain else None,
+        "cut_off_pages": int(cut_off[rows].sum()),
+        "age_s": {
+            "youngest": float(ages_s.min()),
+            "median": float(np.median(ages_s)),
+            "oldest": float(ages_s.max()),
+        },
+    }
+
+
+def _row(entry: dict[str, Any]) -> list[str]:
+    def number(value: int | None) -> str:
+        return "-" if value is None else f"{value:,}"
+
+    return [
+        entry["model"],
+        shown_layout(
+            entry["component"], entry["page_size"], entry["kv_dtype"], entry["page_bytes"]
+        ),
+        entry["namespace_digest"][:8],
+        number(entry["pages"]),
+        show_bytes(entry["bytes"]),
+        number(entry["tokens"]),
+        number(entry["prompts"]),
+        number(entry["longest_tokens"]),
+        number(entry["cut_off_pages"]),
+        ", ".join(show_age(age_s) for age_s in entry["age_s"].values()),
+    ]
