@@ -4,6 +4,9 @@ S1: a node with SWA slots has Full slots too (the engine maps the one to the oth
 slots only: its window was freed (a tombstone). Host copies are made of the windows before checkpoints, the borders at
 every multiple of `interval`, and before the end of a prompt or answer, so that a later prompt that leaves a cached one
 in the middle finds a border it can resume at. With an interval within the window that is every page.
+
+The end keeps one page more than a window: a prompt of whole pages that is asked again must leave its last token to be
+computed, so it resumes at the border before its end.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class SWAComponent(PagedComponent):
         reach = -(-(window - 1) // page_size)
         super().__init__(index=index, page_size=page_size, reach=reach, **settings)
         self._reach_tokens = reach * page_size
+        self._tail_tokens = self._reach_tokens + page_size if reach else 0
         self._interval = interval
 
     def keep_borders(self, num_tokens: int, tail: bool) -> list[int]:
@@ -38,13 +42,13 @@ class SWAComponent(PagedComponent):
             for checkpoint in range(self._interval, num_tokens + self._interval, self._interval):
                 borders.update((checkpoint - self._reach_tokens, checkpoint))
         if tail:
-            borders.add(num_tokens - self._reach_tokens)
+            borders.add(num_tokens - self._tail_tokens)
         return sorted(border for border in borders if 0 < border < num_tokens)
 
     def keep(self, node: TreeNode, start: int, num_tokens: int, tail: bool) -> None:
         """Mark a node, which begins at token `start` of a prefix cut at `keep_borders`, if it is to be kept."""
         to_checkpoint = self._interval - start % self._interval
-        in_tail = tail and start >= num_tokens - self._reach_tokens
+        in_tail = tail and start >= num_tokens - self._tail_tokens
         if in_tail or to_checkpoint <= self._reach_tokens:
             self.data(node).kept = True
 
