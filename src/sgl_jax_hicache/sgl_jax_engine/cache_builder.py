@@ -7,11 +7,13 @@ name is ours in this process.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
+from sgl_jax.srt.mem_cache.hicache.async_impl import TransferExecutor, create_executor
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
 from sgl_jax.srt.mem_cache.swa_radix_cache import SWARadixCache
@@ -56,6 +58,9 @@ class CacheBuilder:
             # What the engine asks of a sliding-window cache it asks of this class; a virtual subclass has to do it all.
             SWARadixCache.register(UnifiedRadixCache)
         spec_algorithm = engine_objects["spec_algorithm"]
+        together: dict[str, Any] = {}
+        if config.enabled and server_args.nnodes > 1:
+            together = _one_of_several(server_args)
         return build_unified_radix_cache(
             config,
             req_to_token_pool=rows,
@@ -67,7 +72,25 @@ class CacheBuilder:
             dp_size=server_args.dp_size,
             is_eagle=spec_algorithm is not None and spec_algorithm.is_eagle(),
             registry=CollectorRegistry(),
+            **together,
         )
+
+
+def _one_of_several(server_args: HiCacheServerArgs) -> dict[str, Any]:
+    """What makes this process's cache the same as those of the other processes."""
+    from .agreeing_executor import AgreeingExecutor
+    from .star import join
+
+    host = server_args.dist_init_addr.rpartition(":")[0]
+    agreement = join(server_args.node_rank, server_args.nnodes, socket.gethostbyname(host))
+    executor = AgreeingExecutor(create_executor(server_args.hicache.async_impl.value), agreement)
+    machines = agreement.exchange(socket.gethostname())
+    return {
+        # Not a subclass, because it has no workers of its own.
+        "executor": cast(TransferExecutor, executor),
+        "clock": executor.clock,
+        "processes_on_host": machines.count(socket.gethostname()),
+    }
 
 
 def is_ours(server_args: Any) -> bool:

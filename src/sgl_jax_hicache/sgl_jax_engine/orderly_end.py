@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 import time
+from types import FrameType
 
 import psutil
 
@@ -36,6 +39,16 @@ def stop_schedulers(deadline_s: float = DEADLINE_S) -> bool:
         logger.warning("a scheduler did not end within %.0f s", deadline_s)
         return False
     return True
+
+
+def wait_for_schedulers_at_sigterm(deadline_s: float = DEADLINE_S) -> None:
+    """At SIGTERM, wait until the schedulers have ended by themselves, then end with 0. Main thread only."""
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        _, alive = psutil.wait_procs([p for p in _children() if _listens(p)], timeout=deadline_s)
+        os._exit(1 if alive else 0)
+
+    signal.signal(signal.SIGTERM, wait)
 
 
 def _children() -> list[psutil.Process]:

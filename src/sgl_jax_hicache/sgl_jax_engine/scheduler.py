@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sgl_jax.srt.managers import scheduler as engine_scheduler
@@ -32,6 +32,11 @@ FLUSH_DEADLINE_S = 30.0
 
 WORKERS_DEADLINE_S = 5.0
 """How long an orderly end waits for workers that are busy, after that."""
+
+
+@dataclass(frozen=True)
+class EndOfAll:
+    """Among the requests of a round: every process of the engine ends now."""
 
 
 class HiCacheScheduler(Scheduler):
@@ -142,9 +147,25 @@ class HiCacheScheduler(Scheduler):
 
     def recv_requests(self) -> Any:
         """The top of every round, where an end is safe: no gather or scatter is half done."""
-        if self._switch.wanted and self._switch.due(self.is_fully_idle()):
+        if self.nnodes == 1 and self._end_is_due():
             self._end()
         return super().recv_requests()
+
+    def run_publisher(self, recv_reqs: list[Any]) -> Any:
+        """With several processes rank 0 decides, and tells the others with the requests of the round."""
+        if self._end_is_due():
+            recv_reqs.append(EndOfAll())
+        return super().run_publisher(recv_reqs)
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        """Without what the engine does not know."""
+        theirs = [req for req in recv_reqs if not isinstance(req, EndOfAll)]
+        super().process_input_requests(theirs)
+        if len(theirs) < len(recv_reqs):
+            self._end()
+
+    def _end_is_due(self) -> bool:
+        return self._switch.wanted and self._switch.due(self.is_fully_idle())
 
     def _end(self) -> None:
         """Bring to storage what is not there, stop the workers and end the process, or the thread that is this."""

@@ -43,8 +43,11 @@ def _serve(argv: list[str]) -> int:
     from sgl_jax.srt.entrypoints import http_server
     from sgl_jax.srt.utils import kill_process_tree
 
-    from .orderly_end import stop_schedulers
+    from .orderly_end import stop_schedulers, wait_for_schedulers_at_sigterm
 
+    if server_args.node_rank > 0:
+        # This process only waits; when all end is rank 0's to say.
+        wait_for_schedulers_at_sigterm()
     try:
         http_server.launch(server_args)
         return 0 if stop_schedulers() else 1

@@ -38,7 +38,8 @@ class HiCacheServerArgs(ServerArgs):
         # Snapshots at page borders. The engine refuses them with either of these (and with speculation, see below).
         if self.page_size > 1 and not self.enable_mixed_chunk:
             self.enable_recurrent_extra_buffer = True
-        ours, theirs = self.hicache.checkpoint_interval, self.recurrent_track_interval
+        ours: int | None = self.hicache.checkpoint_interval
+        theirs: int | None = self.recurrent_track_interval
         if ours is not None and theirs is not None and ours != theirs:
             raise HiCacheConfigError(
                 f"--hicache-checkpoint-interval {ours} and --recurrent-track-interval {theirs}: one interval is kept; "
@@ -139,8 +140,9 @@ _CONFLICTS = (
         "--enable-static-lora: its weights change under one name; remove one of them",
     ),
     _Conflict(
-        lambda args: args.nnodes > 1,
-        "--nnodes above 1: the processes would not agree on what has arrived; remove one of them",
+        lambda args: args.nnodes > 1 and args.dp_size > 1,
+        "--nnodes above 1 and --dp-size above 1 at once: a rank's pages would lie in one process, the others can not "
+        "vouch for them; remove one of them",
     ),
 )
 

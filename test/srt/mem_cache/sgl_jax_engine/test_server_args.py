@@ -149,7 +149,7 @@ REFUSED = [
         {"hicache_storage": "none", "pd_disaggregation": "pathways"},
         "does not go with prefill/decode",
     ),
-    ({"hicache_storage": "none", "nnodes": 2}, "does not go with --nnodes"),
+    ({"hicache_storage": "none", "nnodes": 2, "dp_size": 2}, "does not go with --nnodes"),
     ({"hicache_storage": "none", "multimodal": True}, "does not go with --multimodal"),
 ]
 
