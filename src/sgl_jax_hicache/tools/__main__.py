@@ -25,7 +25,7 @@ TOOLS = {
     "ls": ("listing", "models, page sizes, pages, bytes and ages"),
     "stat": (
         "statistics",
-        "the same by layout, with prompts and what is cut off (reads every header)",
+        "the same by layout, with what is cut off (reads every header)",
     ),
     "verify": ("verify", "read every file and check it"),
     "gc": ("collect", "free room: what was unused for longest goes first"),

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 140
-"""Columns where the output is no terminal."""
+WIDTH = 1000
+"""Columns where the output is no terminal: nothing is folded there."""
 
 DAMAGE = 1
 """Exit status if something is damaged, or was not done."""
@@ -56,5 +56,7 @@ class Report:
             file.write(json.dumps(self.data, indent=2) + "\n")
             return
         console = Console(file=file, width=None if file.isatty() else WIDTH, highlight=False)
-        for part in self.parts:
-            console.print(part)
+        with console.capture() as capture:
+            for part in self.parts:
+                console.print(part, soft_wrap=isinstance(part, Text))
+        file.write(capture.get())

@@ -179,7 +179,7 @@ def _show(report: Report, path: Path, info: PageFileInfo, used_s: float) -> None
         else f"{tokens.start:,} to {tokens.stop - 1:,} of its prompt",
         "size": f"{show_bytes(info.file_bytes)}, format {info.format_version}",
         "checksum": f"{info.checksum_kind}, holds",
-        "weights": info.namespace_digest.hex(),
+        "namespace": info.namespace_digest.hex(),
         "layout": f"{info.layout_digest.hex()} {info.layout_id}".rstrip(),
         "used": f"{show_age(used_s)} ago",
     }
@@ -194,7 +194,7 @@ def _show_chain(report: Report, info: PageFileInfo, chain: list[_Before]) -> Non
         return
     stored = [page for page in chain if page.is_stored]
     if len(stored) == info.link.index:
-        report.line(f"All {len(stored):,} pages before it are stored: it can be reached.")
+        report.line(f"All pages before it ({len(stored):,}) are stored: it can be reached.")
     else:
         report.line(
             f"{len(stored):,} of {info.link.index:,} pages before it are stored, then one is missing: "

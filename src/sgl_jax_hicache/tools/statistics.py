@@ -1,4 +1,6 @@
-"""`stat`: what the pages are, by model and layout: sizes, ages, prompts, what is cut off. Reads every header."""
+"""`stat`: what the pages are, by model and layout: sizes, ages, how long prompts are, what is cut off. Reads every
+header.
+"""
 
 from __future__ import annotations
 
@@ -57,20 +59,20 @@ def run(args: argparse.Namespace) -> Report:
         [
             "model",
             "layout",
-            "weights",
+            "namespace",
             ">pages",
             ">bytes",
             ">tokens",
-            ">prompts",
+            ">beginnings",
             ">longest",
             ">cut off",
-            "ages",
+            "used (median)",
         ],
         [_row(entry) for entry in entries],
     )
     report.line(
-        "Tokens, prompts, the longest in tokens and what is cut off (a page before it is missing) as far as the files "
-        "tell; ages: youngest, median, oldest."
+        "As far as the files tell: beginnings are different first pages of prompts, longest is the longest prompt in "
+        "tokens, and a page is cut off if one before it is missing."
     )
     if unreadable:
         report.line(f"{unreadable:,} files have no header that can be read: run verify.")
@@ -129,7 +131,7 @@ def _entry(found: Inventory, group: _Group, links: Links, cut_off: Any) -> dict[
         "pages": len(rows),
         "bytes": int(found.num_bytes[rows].sum()),
         "tokens": len(rows) * info.page_size if is_chain else None,
-        "prompts": int((index == 0).sum()) if is_chain else None,
+        "beginnings": int((index == 0).sum()) if is_chain else None,
         "longest_tokens": int(index.max() + 1) * info.page_size if is_chain else None,
         "cut_off_pages": int(cut_off[rows].sum()),
         "age_s": {
@@ -153,8 +155,8 @@ def _row(entry: dict[str, Any]) -> list[str]:
         number(entry["pages"]),
         show_bytes(entry["bytes"]),
         number(entry["tokens"]),
-        number(entry["prompts"]),
+        number(entry["beginnings"]),
         number(entry["longest_tokens"]),
         number(entry["cut_off_pages"]),
-        ", ".join(show_age(age_s) for age_s in entry["age_s"].values()),
+        f"{show_age(entry['age_s']['median'])} ago",
     ]
