@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 
@@ -22,12 +23,13 @@ def build_router(engine: Engine) -> APIRouter:
             raise ApiError(503, "the engine is not running")
         return {"status": "ok"}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = await run_in_threadpool(generate_latest, engine.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache(
         timeout_s: Annotated[float, Query(ge=0, le=600)] = 30.0,
     ) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,6 +21,14 @@ from ..engine import Engine
 from ..generation import Generation
 from ..outputs import OutputChunk
 from ..requests import GenerateSpec
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, as server-sent events",
+        "content": {"text/event-stream": {}},
+    }
+}
+"""What the routes that can stream add to the OpenAPI."""
 
 
 class ClientGone(Exception):

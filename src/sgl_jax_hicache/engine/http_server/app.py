@@ -13,7 +13,9 @@ def create_app(
     engine: Engine, *, api_key: str | None = None, max_request_bytes: int = 8 << 20
 ) -> FastAPI:
     """An ASGI application around a running engine, which it neither starts nor stops."""
-    app = FastAPI(title="sgl-jax-hicache", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="sgl-jax-hicache", docs_url=None, redoc_url=None, responses=errors.RESPONSES
+    )
     errors.install(app)
     for routes in (generate_routes, openai_routes, admin_routes):
         app.include_router(routes.build_router(engine))

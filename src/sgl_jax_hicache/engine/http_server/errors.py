@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from ..engine import EngineBusyError
@@ -26,6 +27,30 @@ _JSON_NAMES = {
     type(None): "null",
 }
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+
+
+class ErrorInfo(BaseModel):
+    """What is said of an error; `code` is its status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with an error status, for the OpenAPI."""
+
+    error: ErrorInfo
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in (
+        ("4XX", "A request that cannot be served as asked"),
+        ("5XX", "The server is full, shutting down, or has failed"),
+    )
+}
 
 
 class ApiError(Exception):

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from ..engine import Engine
 from . import errors
-from .answers import Answers, ClientGone, EventStream
+from .answers import RESPONSES, Answers, ClientGone, EventStream
 from .schema import AbortBody, GenerateBody
 
 CLIENT_CLOSED = 499
@@ -21,7 +21,7 @@ def build_router(engine: Engine) -> APIRouter:
     """The routes, bound to one engine."""
     router = APIRouter()
 
-    @router.post("/generate")
+    @router.post("/generate", responses=RESPONSES)
     async def generate(body: GenerateBody, request: Request) -> Any:
         answers = await Answers.start(engine, request, body.specs)
         if body.stream:

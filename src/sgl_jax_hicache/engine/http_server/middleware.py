@@ -14,6 +14,7 @@ _OPEN_PATHS = frozenset({"/health"})
 _BODY_TIMEOUT_S = 30.0
 _DISCARD_TIMEOUT_S = 5.0
 _DISCARD_FACTOR = 16
+_BODIES_FACTOR = 8
 
 
 class ApiKeyMiddleware:
@@ -38,11 +39,14 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Reads the body before the route does: at most `max_bytes`, within a time limit."""
+    """Reads the body before the route does: at most `max_bytes`, and eight times that of all bodies that are under way
+    together, within a time limit.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._bytes_left = _BODIES_FACTOR * max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,6 +76,12 @@ class BodyLimitMiddleware:
                         return None
                     parts.append(message.get("body", b""))
                     num_bytes += len(parts[-1])
+                    self._bytes_left -= len(parts[-1])
+                    if self._bytes_left < 0:
+                        parts.clear()
+                        if message.get("more_body", False):
+                            await self._discard(receive)
+                        raise self._too_many()
                     if num_bytes > self._max_bytes:
                         if message.get("more_body", False):
                             await self._discard(receive)
@@ -80,6 +90,8 @@ class BodyLimitMiddleware:
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
+        finally:
+            self._bytes_left += num_bytes
 
     async def _discard(self, receive: Receive) -> None:
         """Read on, within bounds: a client that still sends when the connection closes never sees the answer."""
@@ -93,6 +105,13 @@ class BodyLimitMiddleware:
                     left -= len(message.get("body", b""))
         except TimeoutError:
             return  # the answer is sent all the same
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            503,
+            "the server is full: too many large bodies arrive at once",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
 
     def _too_large(self, found: str) -> ApiError:
         return ApiError(

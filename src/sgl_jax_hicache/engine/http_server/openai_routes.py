@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from ..engine import Engine
 from ..generation import Generation
 from . import errors
-from .answers import Answers, ClientGone, Delta, EventStream
+from .answers import RESPONSES, Answers, ClientGone, Delta, EventStream
 from .generate_routes import CLIENT_CLOSED
 from .openai_format import chat_logprobs, completion_logprobs, finish_name, usage
 from .schema import ChatBody, CompletionBody, OpenAIBody
@@ -58,7 +58,7 @@ def build_router(engine: Engine) -> APIRouter:
         rid = body.rid or secrets.token_hex(12)
         return Envelope(f"{prefix}-{rid}", int(time.time()), engine.served_model_name)
 
-    @router.post("/completions")
+    @router.post("/completions", responses=RESPONSES)
     async def completions(body: CompletionBody, request: Request) -> Any:
         frame = envelope("cmpl", body)
         answers = await Answers.start(engine, request, body.specs)
@@ -75,7 +75,7 @@ def build_router(engine: Engine) -> APIRouter:
             lambda index, answer: _completion_choice(index, answer, with_logprobs),
         )
 
-    @router.post("/chat/completions")
+    @router.post("/chat/completions", responses=RESPONSES)
     async def chat_completions(body: ChatBody, request: Request) -> Any:
         frame = envelope("chatcmpl", body)
         answers = await Answers.start(

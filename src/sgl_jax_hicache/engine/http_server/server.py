@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..engine_args import ArgumentError
+from .protocol import BoundedProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,10 +36,17 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """A uvicorn server whose signals are the launcher's business."""
 
-    def __init__(self, app: ASGIApp, deadline_s: float, log_level: str = "warning") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        deadline_s: float,
+        log_level: str = "warning",
+        protocol: type[BoundedProtocol] = BoundedProtocol,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol,
                 log_config=None,  # its lines go where all others go, in their format
                 log_level=log_level,
                 access_log=log_level == "debug",
