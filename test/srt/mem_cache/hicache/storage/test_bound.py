@@ -330,6 +330,19 @@ def test_nothing_that_can_go_is_an_error_and_no_overflow(
     assert store(storage, make_keys(3)) == [True] * 3
 
 
+def test_the_promise_to_a_dead_writer_is_taken_back(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(WAIT_S)
+    ledger = UsageLedger(tmp_path, "org%2Fmodel")
+    with ledger.locked() as usage:
+        host = ledger.me.split(".")[0]
+        usage.promised[f"{host}.{dead.pid}.1.{'ab' * 4}"] = promise(4 * FILE_BYTES)
+        usage.promised["what is this"] = promise(4 * FILE_BYTES)
+    storage = open_bounded(tmp_path, 4)
+    assert store(storage, make_keys(4)) == [True] * 4
+    assert storage.stats().evicted == 0
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"held_bytes": -1, "promised": {}}', b"\0" * 99]
 )
@@ -361,8 +374,9 @@ def test_a_ledger_that_is_no_file_stops_writing_and_not_reading(tmp_path: Path, 
     assert pages_below(tmp_path) <= 6
 
 
-def test_the_ledger_is_private_whatever_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_the_ledger_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
     try:
         store(open_bounded(tmp_path, 6), make_keys(1))
     finally:

@@ -93,6 +93,16 @@ def test_what_is_behind_a_missing_page_goes_first(storage: LocalFileStorage) -> 
     assert storage.exists(keys) == [True, False, False, False, False]
 
 
+def test_pages_whose_links_lead_in_a_circle_go_first(storage: LocalFileStorage) -> None:
+    keys = store_chain(storage, 2, 0, age_s=1000)
+    one, two = PageKey(b"1" * 32), PageKey(b"2" * 32)
+    pages = [[make_page(0)]] * 2
+    storage.set_linked([one, two], pages, [PageLink(two, 9), PageLink(one, 9)])
+    carry_out(plan(storage.root, max_pages=2))
+    assert storage.exists([one, two]) == [False, False]
+    assert storage.exists(keys) == [True, True]
+
+
 def test_age_alone_removes_what_is_too_old(storage: LocalFileStorage) -> None:
     old = store_chain(storage, 3, 0, age_s=1000)
     young = store_chain(storage, 3, 1000, age_s=10)
