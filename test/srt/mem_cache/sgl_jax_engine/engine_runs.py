@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,22 @@ class Answer:
     tiers: dict[str, int] | None
 
 
+@dataclass(frozen=True)
+class _Command:
+    """One process: what to run, where it answers, and its log."""
+
+    argv: tuple[str, ...]
+    answers: Path
+    log: Path
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 class EngineRuns:
     """Runs of one engine configuration, one after the other, over one storage folder."""
 
@@ -52,51 +71,81 @@ class EngineRuns:
         self._folder = folder
         self._num_runs = 0
 
-    @property
-    def storage(self) -> Path:
-        """Where L3 is."""
-        return self._folder / "pages"
-
     def run(
-        self, *steps: Step, devices: int = 1, hicache: bool = True, **settings: Any
+        self,
+        *steps: Step,
+        devices: int = 1,
+        processes: int = 1,
+        hicache: bool = True,
+        **settings: Any,
     ) -> list[Any]:
         """Start the engine, play the steps, and return an `Answer` for each prompt and a dictionary for other steps.
 
-        `devices`: how many a CPU stands for. `hicache` False leaves the engine its own cache.
+        `devices`: how many a CPU stands for. `processes`: JAX processes, each with a scheduler and a storage folder of
+        its own (`storage_of`). `hicache` False leaves the engine its own cache.
         """
         self._num_runs += 1
+        if processes > 1:
+            settings |= {"nnodes": processes, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+        commands = []
+        for rank in range(processes):
+            ours = {"hicache_storage": "file", "hicache_storage_path": str(self.storage_of(rank))}
+            place = {"node_rank": rank, "port": free_port()} if processes > 1 else {}
+            given = {**self._settings, **(ours if hicache else {}), **settings, **place}
+            commands.append(self._command(rank, given, steps if rank == 0 else ()))
+        with ExitStack() as others:
+            for command in commands[1:]:
+                others.callback(self._end, self._start(command, devices))
+            leader = self._start(commands[0], devices)
+            try:
+                status = leader.wait(TIMEOUT_S)
+            finally:
+                self._end(leader)
+        expected = -9 if KILL in steps else 0
+        assert status == expected, commands[0].log.read_text(errors="replace")[-8000:]
+        answers = commands[0].answers.read_text().splitlines()
+        return [self._answer(json.loads(line)) for line in answers]
+
+    @property
+    def on_accelerator(self) -> bool:
+        """True if the engine runs on something else than CPU."""
+        return bool(self._settings.get("device") != "cpu")
+
+    def storage_of(self, rank: int = 0) -> Path:
+        """Where a process has its L3."""
+        return self._folder / f"pages{rank}"
+
+    def _command(self, rank: int, settings: dict[str, Any], steps: tuple[Step, ...]) -> _Command:
         spec, answers, log = (
-            self._folder / f"{name}{self._num_runs}" for name in ("spec", "answers", "log")
+            self._folder / f"{name}{self._num_runs}.{rank}" for name in ("spec", "answers", "log")
         )
-        ours = (
-            {"hicache_storage": "file", "hicache_storage_path": str(self.storage)}
-            if hicache
-            else {}
-        )
-        spec.write_text(
-            json.dumps({"settings": {**self._settings, **ours, **settings}, "steps": steps})
-        )
+        spec.write_text(json.dumps({"settings": settings, "steps": steps}))
         answers.touch()
-        with log.open("wb") as output:
-            done = subprocess.run(
-                [
-                    *(sys.executable, str(HERE / "engine_driver.py"), str(spec), str(answers)),
-                    *([self.preload] if self.preload else []),
-                ],
+        program = (sys.executable, str(HERE / "engine_driver.py"), str(spec), str(answers))
+        return _Command((*program, *([self.preload] if self.preload else [])), answers, log)
+
+    def _start(self, command: _Command, devices: int) -> subprocess.Popen[bytes]:
+        with command.log.open("wb") as output:
+            return subprocess.Popen(
+                command.argv,
                 env=self._environment(devices),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
+                start_new_session=True,
             )
-        expected = -9 if KILL in steps else 0
-        assert done.returncode == expected, log.read_text(errors="replace")[-8000:]
-        return [self._answer(json.loads(line)) for line in answers.read_text().splitlines()]
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """With everything that it started; it may have ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def _environment(self, devices: int) -> dict[str, str]:
         # The tests' own settings are for their own process, which stays on CPU and leaves a TPU to the engine.
         env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
         env["PYTHONPATH"] = str(SRC)
-        if self._settings.get("device") == "cpu":
+        if not self.on_accelerator:
             env["JAX_PLATFORMS"] = env["USE_DEVICE_TYPE"] = "cpu"
             env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         return env

@@ -89,3 +89,34 @@ def test_without_hicache_the_engine_has_its_own_cache(engine_runs: EngineRuns) -
     assert ours.tiers is not None, "the engine's unified tree is ours"
     same(warm, cold, engine_runs.tolerance)
     same(ours, cold, engine_runs.tolerance)
+
+
+def test_two_processes_agree(engine_runs: EngineRuns) -> None:
+    """Each process has its shard of every page in a folder of its own; one of them loses files."""
+    if engine_runs.on_accelerator:
+        pytest.skip("the processes of a pod lie on several machines")
+    settings: dict[str, Any] = {
+        "processes": 2,
+        "tp_size": 2,
+        "disable_overlap_schedule": False,
+        "mem_fraction_static": 0.2,
+    }
+    page = engine_runs.page_size
+    length = 12 * page + 1
+    mine = ask(prompt(5, length))
+    cold, _ = engine_runs.run(mine, STATE, KILL, **settings)
+    files = [sorted(engine_runs.storage_of(rank).rglob("*.npy")) for rank in (0, 1)]
+    assert [len(of_rank) for of_rank in files] == [12, 12]
+    assert {file.name for file in files[0]}.isdisjoint(file.name for file in files[1])
+    for file in files[1][6:]:  # any six: which pages they are of, their names do not tell
+        file.unlink()
+    (storage, _) = engine_runs.run(mine, STATE, SHUTDOWN, **settings)
+    assert storage.tiers is not None
+    assert storage.tiers["storage"] < 12 * page
+    assert storage.tiers["storage"] % page == 0
+    assert storage.tiers["storage"] + storage.tiers["computed"] == length
+    same(storage, cold, engine_runs.tolerance)
+    (again, _) = engine_runs.run(mine, STATE, SHUTDOWN, **settings)
+    assert again.tiers is not None
+    assert again.tiers["storage"] == 12 * page, "what was computed again is stored again"
+    same(again, cold, engine_runs.tolerance)
