@@ -372,11 +372,11 @@ class Scheduler:
         if req.first_token_s is None:
             req.first_token_s = self._clock()
         self._metrics.on_token()
-        reason = finish_reason(req, token.token_id)
+        reason = _finish_reason(req, token.token_id)
+        if reason is None and req.request.stream and not self._emit(req):
+            reason = FinishReason(FinishKind.ABORT, message="its client takes no more tokens")
         if reason is not None:
             self._end(req, reason, insert=True)
-        elif req.request.stream:
-            self._emit(req)
 
     def _end(self, req: Req, reason: FinishReason, insert: bool) -> None:
         """The one way out of the scheduler: frees whatever the request holds and tells its client."""
@@ -398,11 +398,17 @@ class Scheduler:
         self._rows.free_states(req)
         self._admitted.remove(req)
 
-    def _emit(self, req: Req) -> None:
+    def _emit(self, req: Req) -> bool:
+        """Hand over what is new. A sink that raises is the trouble of its request only: logged, and False."""
         new_ids = tuple(req.output_ids[req.num_emitted :])
         req.num_emitted = len(req.output_ids)
         logprobs, req.pending_logprobs = tuple(req.pending_logprobs), []
-        req.request.sink(OutputChunk(req.rid, new_ids, logprobs, req.finish, req.stats()))
+        try:
+            req.request.sink(OutputChunk(req.rid, new_ids, logprobs, req.finish, req.stats()))
+        except Exception:
+            logger.exception("the tokens of %s cannot be delivered", req.rid)
+            return False
+        return True
 
     def _show_counts(self) -> None:
         self._metrics.set_requests(len(self._waiting), len(self._by_rid) - len(self._waiting))
@@ -435,6 +441,15 @@ class Scheduler:
         self._tree.reset()
         self._rows.clear()
         self._allocator.clear()
+
+
+def _finish_reason(req: Req, token_id: int) -> FinishReason | None:
+    """As `finish_reason`; a stop condition that raises ends its own request and no other."""
+    try:
+        return finish_reason(req, token_id)
+    except Exception as error:
+        logger.exception("the stop conditions of %s cannot be judged", req.rid)
+        return FinishReason(FinishKind.ERROR, message=f"its stop conditions failed: {error}")
 
 
 def _tracking_of(tree: TreeCache, rows: ReqToTokenPool) -> StateTracking:
