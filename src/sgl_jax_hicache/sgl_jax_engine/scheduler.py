@@ -17,7 +17,7 @@ from typing import Any
 from sgl_jax.srt.managers import scheduler as engine_scheduler
 from sgl_jax.srt.managers.scheduler import Scheduler
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
-from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
+from sgl_jax.srt.mem_cache.hicache.tree_types import MatchPrefixParams, RadixKey
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .cache_builder import CacheBuilder
@@ -94,6 +94,12 @@ class HiCacheScheduler(Scheduler):
         if rid in self._asked_storage:
             self._asked_storage.remove(rid)
             self.tree_cache.release_prefetch(rid)
+
+    def _cached_prefix_len(self, token_ids: list[int], extra_key: str | None, dp_rank: int) -> int:
+        """What routes a request to a data-parallel rank: host pages count like device pages, each rank has its own."""
+        key = RadixKey(token_ids, extra_key, dp_rank)
+        match = self.tree_cache.match_prefix(MatchPrefixParams(key))
+        return len(match.device_indices) + match.host_hit_length
 
     def abort_request(self, recv_req: Any) -> None:
         """Those that waited leave without another call; their prefetch is forgotten here."""

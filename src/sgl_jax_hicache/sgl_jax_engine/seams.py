@@ -167,6 +167,12 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _SCHEDULER,
+        "Scheduler._cached_prefix_len",
+        ("self", "token_ids", "extra_key", "dp_rank"),
+        ("device_indices",),
+    ),
+    Seam(
+        _SCHEDULER,
         "Scheduler.abort_request",
         ("self", "recv_req"),
         ("waiting_queue", "grammar_queue"),
