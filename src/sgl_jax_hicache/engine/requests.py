@@ -15,6 +15,8 @@ from .tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_TOP_ENTRIES = 1 << 20
+"""Likeliest tokens that one answer may list, over all its tokens: they are kept until it ends, 100 bytes each."""
 
 
 class RequestError(ValueError):
@@ -80,6 +82,7 @@ class RequestChecker:
             max_new_tokens=min(spec.sampling.max_new_tokens, self._room_for_output(len(input_ids))),
             seed=self._seed(spec.sampling),
         )
+        _check_top_entries(spec, sampling.max_new_tokens)
         stops = spec.sampling.stop
         matcher = StopStringMatcher(self._tokenizer, stops) if stops else None
         return CheckedRequest(input_ids, sampling, matcher)
@@ -164,3 +167,13 @@ def _check_sampling(spec: GenerateSpec, vocab_size: int) -> None:
         )
     if spec.top_logprobs_num and not spec.return_logprob:
         raise RequestError("top_logprobs_num", "needs return_logprob")
+
+
+def _check_top_entries(spec: GenerateSpec, max_new_tokens: int) -> None:
+    if spec.top_logprobs_num * max_new_tokens > MAX_TOP_ENTRIES:
+        most = MAX_TOP_ENTRIES // max_new_tokens
+        raise RequestError(
+            "top_logprobs_num",
+            f"{spec.top_logprobs_num} for each of up to {max_new_tokens} tokens are too many; "
+            f"ask for {most} or less, or for fewer tokens",
+        )

@@ -15,9 +15,17 @@ from http_world import WAIT_S, HttpWorld, http_world
 from starlette.types import Message, Receive, Scope, Send
 
 from sgl_jax_hicache.engine.engine_args import EngineArgs
+from sgl_jax_hicache.engine.forward_batch import SamplingParams
 from sgl_jax_hicache.engine.http_server.middleware import BodyLimitMiddleware
 from sgl_jax_hicache.engine.http_server.protocol import BoundedProtocol
 from sgl_jax_hicache.engine.http_server.server import bind
+from sgl_jax_hicache.engine.requests import (
+    MAX_TOP_LOGPROBS,
+    GenerateSpec,
+    RequestChecker,
+    RequestError,
+)
+from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
 
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
 HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -192,3 +200,20 @@ def test_a_body_that_is_given_up_counts_no_longer(world: HttpWorld) -> None:
             )
     assert serves(world)
     world.assert_nothing_held()
+
+
+def test_log_probabilities_are_bounded_over_a_whole_answer() -> None:
+    """One request for every token of a large vocabulary at every position would take all memory."""
+    tokenizer = byte_tokenizer(50_000)
+    checker = RequestChecker(tokenizer, max_context_len=8192, pool_tokens=8192, random_seed=0)
+
+    def spec(num_new: int, top: int) -> GenerateSpec:
+        sampling = SamplingParams(max_new_tokens=num_new)
+        return GenerateSpec(
+            input_ids=[1], sampling=sampling, return_logprob=True, top_logprobs_num=top
+        )
+
+    checker.check(spec(20, 50_000))
+    checker.check(spec(8191, MAX_TOP_LOGPROBS))
+    with pytest.raises(RequestError, match="ask for 128 or less, or for fewer tokens"):
+        checker.check(spec(1 << 30, 50_000))
