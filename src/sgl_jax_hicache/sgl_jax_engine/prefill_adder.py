@@ -8,6 +8,11 @@ from sgl_jax.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
+def request_name(req: Any) -> str:
+    """What a request's prefetch is known by. The engine's `rid` is text, or now and then a list with one text."""
+    return str(req.rid)
+
+
 class HiCachePrefillAdder(PrefillAdder):
     """The engine's, with the two things it lacks. With another cache than ours it is the engine's."""
 
@@ -19,7 +24,7 @@ class HiCachePrefillAdder(PrefillAdder):
         tree = self.tree_cache
         if not isinstance(tree, UnifiedRadixCache):
             return super().add_one_req(req)
-        if not tree.prefetch_ready(req.rid):
+        if not tree.prefetch_ready(request_name(req)):
             # Not in can_run_list: to the engine that is a request which stays in the queue.
             return AddReqResult.CONTINUE
         device_len = len(req.prefix_indices)
@@ -27,6 +32,6 @@ class HiCachePrefillAdder(PrefillAdder):
         admitted = self.can_run_list[req.dp_rank or 0]
         if admitted and admitted[-1] is req and not hasattr(req, "hicache_tiers"):
             req.hicache_tiers = tree.tier_tokens(
-                req.rid, len(req.origin_input_ids), device_len, len(req.prefix_indices)
+                request_name(req), len(req.origin_input_ids), device_len, len(req.prefix_indices)
             )
         return result

@@ -22,6 +22,7 @@ from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .cache_builder import CacheBuilder
 from .cached_tokens import CachedTokens
+from .prefill_adder import request_name
 from .replacing import replaced
 from .stop_switch import SWITCHES, StopSwitch
 
@@ -84,16 +85,17 @@ class HiCacheScheduler(Scheduler):
         """Once per request: a retracted one has had its prefix, a refused one needs none."""
         if req.is_retracted or req.to_finish is not None or req.finished():
             return
-        if req.rid in self._asked_storage:
+        name = request_name(req)
+        if name in self._asked_storage:
             return
-        self._asked_storage.add(req.rid)
+        self._asked_storage.add(name)
         key = RadixKey(req.adjust_max_prefix_ids(), req.extra_key, req.dp_rank)
-        self.tree_cache.start_prefetch(req.rid, key)
+        self.tree_cache.start_prefetch(name, key)
 
-    def _forget(self, rid: str) -> None:
-        if rid in self._asked_storage:
-            self._asked_storage.remove(rid)
-            self.tree_cache.release_prefetch(rid)
+    def _forget(self, name: str) -> None:
+        if name in self._asked_storage:
+            self._asked_storage.remove(name)
+            self.tree_cache.release_prefetch(name)
 
     def _cached_prefix_len(self, token_ids: list[int], extra_key: str | None, dp_rank: int) -> int:
         """What routes a request to a data-parallel rank: host pages count like device pages, each rank has its own."""
@@ -103,10 +105,10 @@ class HiCacheScheduler(Scheduler):
 
     def abort_request(self, recv_req: Any) -> None:
         """Those that waited leave without another call; their prefetch is forgotten here."""
-        waited = {req.rid for req in self.waiting_queue}
+        waited = {request_name(req) for req in self.waiting_queue}
         super().abort_request(recv_req)
-        for rid in waited.difference(req.rid for req in self.waiting_queue):
-            self._forget(rid)
+        for name in waited.difference(map(request_name, self.waiting_queue)):
+            self._forget(name)
 
     def stream_output_generation(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
         """Let the count of reused tokens carry their tiers."""
@@ -119,15 +121,16 @@ class HiCacheScheduler(Scheduler):
         super().stream_output_generation(reqs, *args, **kwargs)
 
     def _finished(self, req: Any) -> None:
-        if req.rid in self._asked_storage and hasattr(req, "hicache_tiers"):
+        name = request_name(req)
+        if name in self._asked_storage and hasattr(req, "hicache_tiers"):
             self._prompt_tokens.update(asdict(req.hicache_tiers))
-        self._forget(req.rid)
+        self._forget(name)
 
     def on_idle(self) -> None:
         """Nobody waits: whatever prefetch is left belongs to a request that ended in a way with no hook."""
         if self._asked_storage and self.is_fully_idle():
-            for rid in list(self._asked_storage):
-                self._forget(rid)
+            for name in list(self._asked_storage):
+                self._forget(name)
         super().on_idle()
 
     def check_tree_cache(self) -> None:
