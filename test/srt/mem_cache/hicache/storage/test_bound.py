@@ -266,7 +266,8 @@ def test_threads_of_one_storage_keep_it_too(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [0] * 4
     assert pages_below(tmp_path) <= 12
-    assert storage.stats().bytes_held == pages_below(tmp_path) * FILE_BYTES
+    # A page may be counted twice, when a count sees it in the moment before its writer reports it; never too little.
+    assert pages_below(tmp_path) <= storage.stats().bytes_held // FILE_BYTES <= 12
     assert storage.stats().evicted == 240 - pages_below(tmp_path)
 
 

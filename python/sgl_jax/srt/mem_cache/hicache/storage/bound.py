@@ -6,7 +6,8 @@ bound is free: so the work is done once for many pages. It happens in the worker
 other writers to the folder wait, readers do not.
 
 Bytes are file sizes. Pages, and damaged files that were set aside, count; a file that is being written counts as
-promised.
+promised. What is counted may be a little more than there is (a page that a count sees in the moment before its writer
+reports it), never less.
 """
 
 from __future__ import annotations
