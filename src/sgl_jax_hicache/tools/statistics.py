@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.srt.mem_cache.hicache.byte_size import show_bytes
-from sgl_jax.srt.mem_cache.hicache.errors import StorageCorruptionError
 from sgl_jax.srt.mem_cache.hicache.storage.chains import (
     UNKNOWN_INDEX,
     Links,
@@ -21,10 +20,9 @@ from sgl_jax.srt.mem_cache.hicache.storage.chains import (
     is_cut_off,
     parent_rows,
 )
-from sgl_jax.srt.mem_cache.hicache.storage.folders import open_folder
+from sgl_jax.srt.mem_cache.hicache.storage.headers import read_headers
 from sgl_jax.srt.mem_cache.hicache.storage.inventory import Inventory, PageFolder
-from sgl_jax.srt.mem_cache.hicache.storage.page_info import PageFileInfo, read_header
-from sgl_jax.srt.mem_cache.hicache.storage.sweep import page_name, shard_name
+from sgl_jax.srt.mem_cache.hicache.storage.page_info import PageFileInfo
 
 from .ages import show_age
 from .layouts import component_of, shown_layout
@@ -85,9 +83,8 @@ def _read_headers(found: Inventory) -> tuple[list[_Group], Links, int]:
     index = np.full(len(found), UNKNOWN_INDEX, np.int64)
     unreadable = 0
     with progress("reading headers", len(found)) as tick:
-        for row in range(len(found)):
+        for row, info in read_headers(found, np.arange(len(found))):
             tick(1)
-            info = _header(found, row)
             if info is None:
                 unreadable += 1
                 continue
@@ -101,15 +98,6 @@ def _read_headers(found: Inventory) -> tuple[list[_Group], Links, int]:
         groups.values(), key=lambda g: (g.folder.names, g.info.layout_id, -len(g.rows))
     )
     return ordered, Links(found.key_ids, parent_id, index), unreadable
-
-
-def _header(found: Inventory, row: int) -> PageFileInfo | None:
-    key, folder = found.key(row), found.folder(row)
-    try:
-        with open_folder(found.root, (*folder.names, shard_name(key)), create=False) as shard_fd:
-            return read_header(page_name(key), shard_fd)
-    except (OSError, StorageCorruptionError):
-        return None
 
 
 def _entry(found: Inventory, group: _Group, links: Links, cut_off: Any) -> dict[str, Any]:

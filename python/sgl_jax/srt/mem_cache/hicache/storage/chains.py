@@ -12,21 +12,15 @@ it would cost a wrong order, nothing else.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StorageCorruptionError
 from ..types import PageKey
-from .folders import open_folder
+from .headers import read_headers
 from .inventory import Int64Array, Inventory
-from .page_info import read_header
-from .sweep import page_name, shard_name
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN_INDEX = -1
 """Place in its chain of a page whose writer did not know it, or whose header cannot be read."""
@@ -60,26 +54,14 @@ class LinkReader:
         at, is_known = _find(self._known.key_id, key_id)
         parent_id[is_known] = self._known.parent_id[at[is_known]]
         index[is_known] = self._known.index[at[is_known]]
-        for row in np.flatnonzero(~is_known).tolist():
-            parent_id[row], index[row] = _read_link(found, row)
+        for row, info in read_headers(found, np.flatnonzero(~is_known)):
+            if info is not None and info.link is not None:
+                parent_id[row], index[row] = id_of(info.link.parent), info.link.index
             tick(1)
         tick(int(is_known.sum()))
         order = np.argsort(key_id)
         self._known = Links(key_id[order], parent_id[order], index[order])
         return Links(key_id, parent_id, index)
-
-
-def _read_link(found: Inventory, row: int) -> tuple[int, int]:
-    key, folder = found.key(row), found.folder(row)
-    try:
-        with open_folder(found.root, (*folder.names, shard_name(key)), create=False) as shard_fd:
-            link = read_header(page_name(key), shard_fd).link
-    except (OSError, StorageCorruptionError) as error:
-        logger.debug("the place of page %s is not known: %s", key.hex(), error)
-        return 0, UNKNOWN_INDEX
-    if link is None:
-        return 0, UNKNOWN_INDEX
-    return id_of(link.parent), link.index
 
 
 def id_of(key: PageKey | None) -> int:
