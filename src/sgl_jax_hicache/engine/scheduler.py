@@ -355,6 +355,8 @@ class Scheduler:
             for req, item, token in zip(step.reqs, step.output.batch.items, sampled, strict=True):
                 if item.wants_token and not req.finished:
                     self._accept(req, token)
+                if step.output.batch.mode is ForwardMode.DECODE and not req.finished:
+                    self._at_checkpoint(req, item.prefix_len + item.num_tokens)
         finally:
             self._allocator.free_group_end()
         self._num_settled += 1
@@ -377,6 +379,13 @@ class Scheduler:
             reason = FinishReason(FinishKind.ABORT, message="its client takes no more tokens")
         if reason is not None:
             self._end(req, reason, insert=True)
+
+    def _at_checkpoint(self, req: Req, seq_len: int) -> None:
+        """Hand the cache a running answer's pages where it keeps windows and states: the window moves on from there."""
+        interval = self._tree.checkpoint_interval
+        if interval and seq_len % interval == 0:
+            req.fill_ids = req.all_token_ids[:seq_len]
+            self._tree.cache_unfinished_req(req)
 
     def _end(self, req: Req, reason: FinishReason, insert: bool) -> None:
         """The one way out of the scheduler: frees whatever the request holds and tells its client."""

@@ -22,12 +22,14 @@ class TreeCache(Protocol):
 
     `sliding_window_size`: tokens that a sliding layer sees, None without such layers. `recurrent_track_interval`: how
     often, in tokens, a recurrent state is copied for the cache; only while `recurrent_extra_buffer_active()`.
+    `checkpoint_interval`: how often a decoding request's pages are handed over; 0: only when it ends.
     """
 
     root_node: Any
     hicache_enabled: bool
     sliding_window_size: int | None
     recurrent_track_interval: int
+    checkpoint_interval: int
 
     def match_prefix(self, params: MatchPrefixParams) -> Any: ...
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None: ...

@@ -21,8 +21,8 @@ from sgl_jax_hicache.engine.engine_args import EngineArgs
 from sgl_jax_hicache.engine.engine_builder import build_engine
 
 MAX_LOGPROB_DIFFERENCE = 1e-5
-CONTEXT_TOKENS = 256
-"""Longest sequence, and the device pool's size in tokens."""
+POOL_TOKENS = 256
+"""The device pools' size in tokens; a prompt may fill them."""
 MAX_RUNNING_REQUESTS = 4
 
 Answer = dict[str, Any]
@@ -69,11 +69,11 @@ def make_engine(model: str, case: Case, storage_path: Path | None) -> Engine:
         EngineArgs(
             model_path=model,
             page_size=case.page_size,
-            max_total_tokens=CONTEXT_TOKENS,
+            max_total_tokens=POOL_TOKENS,
             swa_full_tokens_ratio=1.0,
             # Pools of one size with and without overlap, which takes a track slot more: the same compiled programs.
             max_recurrent_states=(4 if case.overlap else 5) * MAX_RUNNING_REQUESTS,
-            context_length=CONTEXT_TOKENS,
+            context_length=POOL_TOKENS + 16,
             max_running_requests=MAX_RUNNING_REQUESTS,
             chunked_prefill_size=case.chunk,
             disable_overlap_schedule=not case.overlap,

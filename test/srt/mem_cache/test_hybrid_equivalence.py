@@ -7,13 +7,13 @@ tokens each tier served is compared with what `KeptBorders` works out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from equivalence_engine import (
-    CONTEXT_TOKENS,
+    POOL_TOKENS,
     Answer,
     Case,
     ask,
@@ -75,15 +75,16 @@ class World:
         return answer
 
     def start(self, case: Case, storage_path: Path) -> Cached:
-        return Cached(self, case, make_engine(self._spec, case, storage_path))
+        return Cached(self, case, storage_path, make_engine(self._spec, case, storage_path))
 
 
 class Cached:
     """An engine with all three levels, whose answers are compared with computing."""
 
-    def __init__(self, world: World, case: Case, engine: Engine) -> None:
+    def __init__(self, world: World, case: Case, storage_path: Path, engine: Engine) -> None:
         self.world = world
         self.case = case
+        self.storage_path = storage_path
         self.engine = engine
         self.poison = SlotPoison(engine)
 
@@ -91,7 +92,7 @@ class Cached:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        assert self.engine.shutdown()
+        self.stop()
 
     def kept(self) -> KeptBorders:
         assert self.case.interval is not None
@@ -105,16 +106,25 @@ class Cached:
         assert_equal_answers(answer, reference)
         return answer
 
-    def forget_device(self) -> None:
+    def forget_device(self) -> Cached:
         """Compute something that takes every slot, once all copies have reached the host."""
         settle(self.engine)
-        full = [255] * (CONTEXT_TOKENS - self.case.page_size)
-        ask(self.engine, full, 1)
+        ask(self.engine, [255] * POOL_TOKENS, 1)
         settle(self.engine)
+        return self
 
-    def forget_host(self) -> None:
+    def forget_host(self) -> Cached:
         """Leave everything to the files."""
         assert self.engine.flush_cache()
+        return self
+
+    def restart(self) -> Cached:
+        """An engine in this one's place, which ends."""
+        self.stop()
+        return self.world.start(self.case, self.storage_path)
+
+    def stop(self) -> None:
+        assert self.engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +189,54 @@ def test_prompts_at_page_borders(
     case = CASES[model]
     prompts = prompts_at_borders(rng, case.page_size, range(1, 6))
     reuse_from_every_tier(worlds[model], case, prompts, tmp_path)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A conversation of three turns: tokens of the first prompt, of each answer and of each later question."""
+
+    first: int
+    answer: int
+    question: int
+
+
+SHORT_ANSWERS = Turns(45, 21, 13)
+LONG_ANSWERS = Turns(21, 75, 9)
+# What the next prompt finds of an answer: all its whole pages, or what lies before the last checkpoint.
+NEXT_TURNS = {
+    (SWA_ONLY, SHORT_ANSWERS): (64, 96),
+    (SWA_ONLY, LONG_ANSWERS): (80, 176),
+    (FULL_SWA, SHORT_ANSWERS): (64, 96),
+    (FULL_SWA, LONG_ANSWERS): (80, 176),
+    (FULL_RECURRENT, SHORT_ANSWERS): (48, 96),
+    (FULL_RECURRENT, LONG_ANSWERS): (48, 144),
+    (FULL_SWA_RECURRENT, SHORT_ANSWERS): (48, 96),
+    (FULL_SWA_RECURRENT, LONG_ANSWERS): (48, 144),
+}
+
+
+@pytest.mark.parametrize(("model", "turns"), NEXT_TURNS, ids=str)
+def test_the_next_turn_resumes_in_the_last_answer(
+    model: HybridModel,
+    turns: Turns,
+    worlds: dict[HybridModel, World],
+    tmp_path: Path,
+    rng: np.random.Generator,
+) -> None:
+    world, case = worlds[model], replace(CASES[model], interval=48)
+    cached = world.start(case, tmp_path)
+    for tier, forget in (
+        ("device", lambda cached: cached),
+        ("host", Cached.forget_device),
+        ("storage", Cached.forget_host),
+        ("storage", Cached.restart),
+    ):
+        prompt = random_prompt(rng, turns.first)
+        answer = world.computed(prompt, turns.answer)
+        cached.expect(answer, prompt, tier, 0)
+        for hit in NEXT_TURNS[model, turns]:
+            prompt = [*prompt, *answer["output_ids"], *random_prompt(rng, turns.question)]
+            answer = world.computed(prompt, turns.answer)
+            cached = forget(cached)
+            cached.expect(answer, prompt, tier, hit)
+    cached.stop()

@@ -55,7 +55,9 @@ class UnifiedRadixCache:
     `tree`: the components and tiers, wired by `builder`. `store_early`: storage gets a page as soon as its host copy is
     complete (write_through), else when it is to leave the host. `sliding_window_size`: tokens, with a sliding-window
     component. `recurrent_track_interval`: tokens between two snapshots that the engine takes of a request's recurrent
-    state, with a recurrent component. `disable`: nothing is ever reused. `clock`: monotonic seconds.
+    state, with a recurrent component. `checkpoint_interval`: tokens between the borders at which an engine should hand a
+    decoding request's pages over (`cache_unfinished_req`), before its window leaves them behind; 0: never. `disable`:
+    nothing is ever reused. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class UnifiedRadixCache:
         prefetch_deadline_s: float = 5.0,
         sliding_window_size: int | None = None,
         recurrent_track_interval: int = 0,
+        checkpoint_interval: int = 0,
         disable: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,6 +83,7 @@ class UnifiedRadixCache:
         self.hicache_enabled = tree.has_tiers and not disable
         self.sliding_window_size = sliding_window_size
         self.recurrent_track_interval = recurrent_track_interval
+        self.checkpoint_interval = 0 if disable else checkpoint_interval
         self._codec = tree.codec
         self._tree = tree
         self._insertion = Insertion(tree)

@@ -33,6 +33,7 @@ class NullTree:
 
     hicache_enabled = False
     disable = True
+    checkpoint_interval = 0
 
     def __init__(
         self,

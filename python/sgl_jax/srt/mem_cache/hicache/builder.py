@@ -161,6 +161,9 @@ def build_unified_radix_cache(
         recurrent_track_interval=device.checkpoints.interval
         if device is not None and ComponentKind.RECURRENT in kinds
         else 0,
+        checkpoint_interval=device.checkpoints.interval
+        if device is not None and len(kinds) > 1
+        else 0,
         disable=disable,
         clock=clock,
     )
