@@ -55,8 +55,8 @@ class UnifiedRadixCache:
     `tree`: the components and tiers, wired by `builder`. `store_early`: storage gets a page as soon as its host copy is
     complete (write_through), else when it is to leave the host. `sliding_window_size`: tokens, with a sliding-window
     component. `recurrent_track_interval`: tokens between two snapshots that the engine takes of a request's recurrent
-    state, with a recurrent component. `checkpoint_interval`: tokens between the borders at which an engine should hand a
-    decoding request's pages over (`cache_unfinished_req`), before its window leaves them behind; 0: never. `disable`:
+    state, with a recurrent component. `checkpoint_interval`: tokens between the borders at which an engine should hand
+    a decoding request's pages over (`cache_unfinished_req`), before its window leaves them behind; 0: never. `disable`:
     nothing is ever reused. `clock`: monotonic seconds.
     """
 
