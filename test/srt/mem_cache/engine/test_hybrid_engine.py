@@ -1,25 +1,19 @@
-"""Engines over models with sliding-window and recurrent layers, without reuse: whole requests, and what is refused."""
+"""Engines over models with sliding-window and recurrent layers: whole requests through small pools, and retracted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from null_tree import NullTree
 
-from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
-from sgl_jax_hicache import launch_server
-from sgl_jax_hicache.engine import engine_builder
 from sgl_jax_hicache.engine.engine import Engine
-from sgl_jax_hicache.engine.engine_args import ArgumentError, EngineArgs
-from sgl_jax_hicache.engine.engine_builder import build_engine, check_settings
+from sgl_jax_hicache.engine.engine_args import EngineArgs
+from sgl_jax_hicache.engine.engine_builder import build_engine
 
 NUM_NEW_TOKENS = 24
-HYBRID = ("tiny-swa", "tiny-swa-only", "tiny-recurrent", "tiny-hybrid")
 
 
 @contextmanager
@@ -35,12 +29,6 @@ def engine_of(name: str, **settings: Any) -> Iterator[Engine]:
     args = EngineArgs(model_path=f"random:{name}:5", **{**defaults, **settings})
     with build_engine(args) as engine:
         yield engine
-
-
-@pytest.fixture(autouse=True)
-def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These engines reuse nothing, so the tree is out of what is tested here."""
-    monkeypatch.setattr(engine_builder, "build_kv_cache", lambda _name, **parts: NullTree(**parts))
 
 
 def prompts() -> list[list[int]]:
@@ -96,31 +84,3 @@ def test_an_abort_leaves_nothing_behind_for_the_next_request() -> None:
         next(stream)
         stream.close()
         assert ask(engine, prompts()[2])["output_ids"] == want
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_reuse_is_refused_before_weights_are_read(name: str, tmp_path: Path) -> None:
-    model = f"random:{name}:5"
-    check_settings(EngineArgs(model_path=model, disable_radix_cache=True))
-    with pytest.raises(ArgumentError) as caught:
-        check_settings(EngineArgs(model_path=model))
-    message = str(caught.value)
-    assert message.startswith(f"--model-path {model}: its layers are ")
-    assert message.endswith("add --disable-radix-cache")
-    assert "\n" not in message
-    for storage in StorageKind:
-        hicache = HiCacheConfig(storage=storage, storage_path=tmp_path / "pages")
-        with pytest.raises(ArgumentError, match=f"replace --hicache-storage {storage.value} by"):
-            check_settings(EngineArgs(model_path=model, hicache=hicache))
-    assert not (tmp_path / "pages").exists()
-
-
-@pytest.mark.parametrize("flags", [[], ["--hicache-storage", "none"]])
-def test_the_launcher_says_so_in_one_line_with_status_2(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch_server.main(["--model-path", "random:tiny-hybrid:0", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "full and recurrent and sliding" in error
-    assert "--disable-radix-cache" in error

@@ -37,7 +37,8 @@ def _check_log(lines: list[str]) -> None:
     log = "\n".join(lines)
     for said in (
         r"loading the weights of random:tiny-mha:0: \d+\.\d s",
-        r"HiCache is on\.",
+        r"HiCache is on: L2 host ",
+        r"HiCache full: L1 device \d+ pages ",
         r"preparing the programs: \d+\.\d s",
         r"ready after \d+\.\d s",
         r"uvicorn\.error: ",
