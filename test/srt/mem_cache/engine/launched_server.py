@@ -20,10 +20,11 @@ WAIT_S = 120.0
 class ServerProcess:
     """One launch, on a free port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.log_path = folder / "log"
         with self.log_path.open("ab") as log:
-            self._process = self._launch(folder, log)
+            self._process = self._launch(folder, flags, log)
+        self.pid = self._process.pid
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line.startswith("listening on http://127.0.0.1:"), self.log_path.read_text()
@@ -32,7 +33,7 @@ class ServerProcess:
         )
 
     @staticmethod
-    def _launch(folder: Path, log: IO[bytes]) -> subprocess.Popen[str]:
+    def _launch(folder: Path, flags: tuple[str, ...], log: IO[bytes]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "sgl_jax_hicache.launch_server"),
@@ -41,6 +42,7 @@ class ServerProcess:
                 *("--page-size", str(PAGE_SIZE)),  # few pages: little to compile
                 *("--max-running-requests", "2"),
                 *("--hicache-storage", "file", "--hicache-storage-path", str(folder / "pages")),
+                *flags,
             ],
             stdout=subprocess.PIPE,
             stderr=log,
