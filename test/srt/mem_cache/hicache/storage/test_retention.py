@@ -13,6 +13,7 @@ from storage_kit import SPACE, make_keys, make_links, make_page
 
 from sgl_jax.srt.mem_cache.hicache.storage import inventory as inventory_module
 from sgl_jax.srt.mem_cache.hicache.storage.chains import (
+    SETTLED_AFTER_S,
     LinkReader,
     is_cut_off,
     last_use,
@@ -85,7 +86,7 @@ def test_a_page_is_as_young_as_the_youngest_behind_it(storage: LocalFileStorage)
 def test_what_is_behind_a_missing_page_goes_first(storage: LocalFileStorage) -> None:
     """No reader gets behind the hole: what is there goes first, however young, and keeps nothing before it alive."""
     keys = store_chain(storage, 5, 0, age_s=10_000)
-    set_age(storage, keys[4], 10)
+    set_age(storage, keys[4], 2 * SETTLED_AFTER_S)
     storage.delete([keys[2]])
     carry_out(plan(storage.root, max_pages=3))
     assert storage.exists(keys) == [True, True, False, True, False]
@@ -93,11 +94,23 @@ def test_what_is_behind_a_missing_page_goes_first(storage: LocalFileStorage) -> 
     assert storage.exists(keys) == [True, False, False, False, False]
 
 
+def test_a_page_whose_parent_is_still_to_come_is_not_cut_off(storage: LocalFileStorage) -> None:
+    """Scenario: two workers write; the page of a window is there before the Full page that it hangs off."""
+    old = store_chain(storage, 2, 0, age_s=1000)
+    keys = make_keys(3, 5000)
+    storage.set_linked(keys[2:], [[make_page(0)]], make_links(keys)[2:])
+    carry_out(plan(storage.root, max_pages=2))
+    assert storage.exists(old) == [True, False]
+    assert storage.exists(keys[2:]) == [True]
+
+
 def test_pages_whose_links_lead_in_a_circle_go_first(storage: LocalFileStorage) -> None:
     keys = store_chain(storage, 2, 0, age_s=1000)
     one, two = PageKey(b"1" * 32), PageKey(b"2" * 32)
     pages = [[make_page(0)]] * 2
     storage.set_linked([one, two], pages, [PageLink(two, 9), PageLink(one, 9)])
+    for key in (one, two):
+        set_age(storage, key, 2 * SETTLED_AFTER_S)
     carry_out(plan(storage.root, max_pages=2))
     assert storage.exists([one, two]) == [False, False]
     assert storage.exists(keys) == [True, True]
@@ -270,7 +283,9 @@ def test_random_forests_against_a_walk_from_every_page(rng: np.random.Generator)
         assert last.tolist() == naive_last_use(parents, used.tolist())
         place = np.empty(num_pages, np.int64)
         since_ns = int(rng.integers(0, 50))
-        place[removal_order(*columns, last, since_ns)] = np.arange(num_pages)
+        place[removal_order(*columns, last, unused_since_ns=since_ns, now_ns=10**12)] = np.arange(
+            num_pages
+        )
         cut_off = is_cut_off(*columns)
         for row, above in enumerate(parents):
             assert above < 0 or place[row] < place[above], "a page before one that follows it"

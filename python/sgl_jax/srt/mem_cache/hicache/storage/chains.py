@@ -25,6 +25,9 @@ from .inventory import Int64Array, Inventory
 UNKNOWN_INDEX = -1
 """Place in its chain of a page whose writer did not know it, or whose header cannot be read."""
 
+SETTLED_AFTER_S = 60.0
+"""Only from this age on a page counts as cut off: several workers write, and what a page follows may come after it."""
+
 UInt64Array = npt.NDArray[np.uint64]
 
 
@@ -112,10 +115,17 @@ def is_cut_off(index: Int64Array, parents: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def removal_order(
-    index: Int64Array, parents: Int64Array, last_ns: Int64Array, unused_since_ns: int
+    index: Int64Array,
+    parents: Int64Array,
+    last_ns: Int64Array,
+    *,
+    unused_since_ns: int,
+    now_ns: int,
 ) -> Int64Array:
     """Rows in the order in which they may go: those last used before `unused_since_ns`, then those that are cut off,
     then the others; in each group those unused for longest first, and of equal ones the deepest.
     """
-    group = np.where(last_ns < unused_since_ns, 0, np.where(is_cut_off(index, parents), 1, 2))
+    is_settled = last_ns < now_ns - int(SETTLED_AFTER_S * 1e9)
+    is_useless = is_cut_off(index, parents) & is_settled
+    group = np.where(last_ns < unused_since_ns, 0, np.where(is_useless, 1, 2))
     return np.lexsort((-index, last_ns, group)).astype(np.int64)

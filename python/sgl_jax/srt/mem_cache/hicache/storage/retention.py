@@ -5,6 +5,7 @@ bound that a server keeps.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,7 +83,9 @@ def plan_removal(
     parents = parent_rows(links)
     last_ns = last_use(links.index, parents, found.used_ns)
     since_ns = 0 if unused_since_ns is None else unused_since_ns
-    rows = removal_order(links.index, parents, last_ns, since_ns)
+    rows = removal_order(
+        links.index, parents, last_ns, unused_since_ns=since_ns, now_ns=time.time_ns()
+    )
     due_pages = int((last_ns < since_ns).sum())
     set_aside = tuple(file for file in found.quarantined if must_bytes or file.used_ns < since_ns)
     return RemovalPlan(found, set_aside, rows, parents, last_ns, due_pages, must_bytes)
