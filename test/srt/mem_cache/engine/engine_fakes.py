@@ -14,7 +14,9 @@ import jax
 import numpy as np
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
-from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
+from sgl_jax_hicache.engine.layer_kinds import RecurrentDims
+from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool, RecurrentStatePool
+from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, TokenKVPool
 
 VOCAB_SIZE = 256  # every token is a byte, so that text can be made of them
 _EMPTY = -1
@@ -182,3 +184,80 @@ class PooledFakeRunner(FakeRunner):
         self.pool.kv_buffer[0] = jax.device_put(rows, old.sharding)
         old.delete()
         return output
+
+
+class PooledHybridFakeRunner(HybridFakeRunner):
+    """As HybridFakeRunner, over real device pools of one layer each; a step replaces every buffer and deletes the old.
+
+    A state is a count in the convolution buffer, and the hash in 16-bit parts, with the count again, in the other.
+    """
+
+    STATE_DIMS = RecurrentDims(1, 1, key_dim=1, value_dim=5, conv_kernel=2)
+
+    def __init__(
+        self,
+        kv_pool: TokenKVPool,
+        state_pool: RecurrentStatePool | None,
+        *,
+        window: int,
+        **hooks: Any,
+    ):
+        full, swa = kv_pool, None
+        if isinstance(kv_pool, SWAKVPool):
+            full, swa = kv_pool.full_kv_pool, kv_pool.swa_kv_pool
+        self._pairs = [(full.kv_buffer, "kv")]
+        if swa is not None:
+            self._pairs.append((swa.kv_buffer, "swa_kv"))
+        self._state_pool = state_pool
+        super().__init__(
+            full.size + full.page_size,
+            full.page_size,
+            num_swa_slots=swa.size + swa.page_size if swa is not None else 0,
+            window=window,
+            num_states=state_pool.size if state_pool is not None else 0,
+            **hooks,
+        )
+
+    def dispatch(self, batch: ForwardBatch) -> StepOutput:
+        """One step on the pools' buffers."""
+        layers = [np.array(buffers[0]) for buffers, _ in self._pairs]
+        for (_, name), layer in zip(self._pairs, layers, strict=True):
+            setattr(self, name, layer[..., 0, 0].reshape(-1, 2).astype(np.int64))
+        self._load_states()
+        output = super().dispatch(batch)
+        for (buffers, name), layer in zip(self._pairs, layers, strict=True):
+            layer[..., 0, 0] = getattr(self, name).reshape(layer.shape[:3])
+            _replace(buffers, layer)
+        self._store_states()
+        return output
+
+    def _load_states(self) -> None:
+        if self._state_pool is None:
+            return
+        values = np.array(self._state_pool.recurrent_buffers[0])[:, 0, 0].astype(np.int64)
+        counts = np.array(self._state_pool.conv_buffers[0][0])[:, 0, 0].astype(np.int64)
+        self.states = [
+            (int(count), sum(int(part) << 16 * i for i, part in enumerate(row[:4])))
+            if row[4] == count
+            else None
+            for row, count in zip(values, counts, strict=True)
+        ]
+
+    def _store_states(self) -> None:
+        if self._state_pool is None:
+            return
+        values = np.array(self._state_pool.recurrent_buffers[0])
+        counts = np.array(self._state_pool.conv_buffers[0][0])
+        for slot, state in enumerate(self.states):
+            if state is not None:
+                count, value = state
+                values[slot, 0, 0] = [*(value >> 16 * i & 0xFFFF for i in range(4)), count]
+                counts[slot] = count
+        _replace(self._state_pool.recurrent_buffers, values)
+        _replace(self._state_pool.conv_buffers[0], counts)
+
+
+def _replace(buffers: list[jax.Array], values: np.ndarray) -> None:
+    old = buffers[0]
+    buffers[0] = jax.device_put(values, old.sharding)
+    old.delete()

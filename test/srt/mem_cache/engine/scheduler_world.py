@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from engine_fakes import FakeRunner, HybridFakeRunner, PooledFakeRunner
+from engine_fakes import (
+    FakeRunner,
+    HybridFakeRunner,
+    PooledFakeRunner,
+    PooledHybridFakeRunner,
+)
 from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
+from sgl_jax_hicache.engine.device_pools import build_allocator
 from sgl_jax_hicache.engine.engine_metrics import EngineMetrics
 from sgl_jax_hicache.engine.forward_batch import SamplingParams
-from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool
+from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool, RecurrentStatePool
 from sgl_jax_hicache.engine.outputs import OutputChunk
 from sgl_jax_hicache.engine.req import GenerateRequest
 from sgl_jax_hicache.engine.req_to_token_pool import HybridReqToTokenPool, ReqToTokenPool
 from sgl_jax_hicache.engine.scheduler import Scheduler, SchedulerConfig
-from sgl_jax_hicache.engine.swa_allocator import SWATokenToKVPoolAllocator
 from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool
 
 TreeFactory = Callable[..., Any]
@@ -55,6 +60,7 @@ def radix_tree(
     page_size: int,
     config: HiCacheConfig | None = None,
     registry: CollectorRegistry | None = None,
+    **hybrid: Any,
 ) -> UnifiedRadixCache:
     """The real prefix cache; HiCache is off by default, because the plain fake runner has no buffers to copy."""
     return build_unified_radix_cache(
@@ -64,6 +70,7 @@ def radix_tree(
         page_size=page_size,
         model_identity=ModelIdentity("fake", "0"),
         registry=registry,
+        **hybrid,
     )
 
 
@@ -140,7 +147,8 @@ class HybridWorld(SchedulerWorld):
     """A world whose fake model has sliding layers (`window` tokens, `swa_pages`), recurrent ones (`states`), or both.
 
     `states`: slots of the recurrent pool beyond those of `rows` requests; None without recurrent layers.
-    `interval`: tokens between tracked states, 0 without tracking.
+    `interval`: tokens between tracked states, 0 without tracking. `tree`: a fake, or `radix_tree` for the real one,
+    which gets real pools, and with `hicache` its lower tiers.
     """
 
     runner: HybridFakeRunner
@@ -159,39 +167,58 @@ class HybridWorld(SchedulerWorld):
         overlap: bool = True,
         reserve: float = 0.5,
         tree: TreeFactory,
+        hicache: HiCacheConfig | None = None,
         **hooks: Any,
     ) -> None:
         size, size_swa = num_pages * page_size, swa_pages * page_size
-        self.allocator: Any = PagedTokenToKVPoolAllocator(size, page_size, kvcache=None)
-        if window:
-            pools = (
-                MHATokenToKVPool(tokens, page_size, "float32", 1, 2, 0)
-                for tokens in (size, size_swa)
-            )
-            self.allocator = SWATokenToKVPoolAllocator(size, size_swa, page_size, SWAKVPool(*pools))
+        is_real = tree is radix_tree
+        full, swa = (
+            MHATokenToKVPool(max(tokens, page_size), page_size, "float32", 1, 2, int(is_real))
+            for tokens in (size, size_swa)
+        )
+        pool = SWAKVPool(full, swa, (0,), (1,)) if window else full
+        self.allocator: Any = build_allocator(pool)
         self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
+        state_pool = None
         if states is not None:
             track = (2 if overlap else 1) if interval else 0
             slots = rows * (1 + track) + states
             self.rows = HybridReqToTokenPool(rows, MAX_CONTEXT_LEN, slots, track)
-        self.runner = HybridFakeRunner(
-            size + page_size,
-            page_size,
-            num_swa_slots=size_swa + page_size,
-            window=window,
-            num_states=self.rows.slots_per_rank,
-            **hooks,
-        )
-        self.tree = tree(
+            state_pool = RecurrentStatePool(slots, PooledHybridFakeRunner.STATE_DIMS, 1)
+        if is_real:
+            self.runner = PooledHybridFakeRunner(pool, state_pool, window=window, **hooks)
+            config = replace(hicache or HiCacheConfig(), checkpoint_interval=interval or None)
+            self.tree = radix_tree(
+                self.rows,
+                self.allocator,
+                page_size,
+                config,
+                sliding_window_size=window or None,
+                recurrent_state_pool=state_pool,
+            )
+        else:
+            self.runner = HybridFakeRunner(
+                size + page_size,
+                page_size,
+                num_swa_slots=size_swa + page_size,
+                window=window,
+                num_states=self.rows.slots_per_rank,
+                **hooks,
+            )
+            self.tree = tree(
+                self.rows,
+                self.allocator,
+                page_size,
+                sliding_window_size=window or None,
+                recurrent_track_interval=interval,
+            )
+        self.metrics = EngineMetrics()
+        self.scheduler = Scheduler(
+            SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True),
+            self.runner,
+            self.tree,
             self.rows,
             self.allocator,
-            page_size,
-            sliding_window_size=window or None,
-            recurrent_track_interval=interval,
-        )
-        self.metrics = EngineMetrics()
-        config = SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True)
-        self.scheduler = Scheduler(
-            config, self.runner, self.tree, self.rows, self.allocator, self.metrics
+            self.metrics,
         )
         self.clients = {}

@@ -9,7 +9,7 @@ import pytest
 from engine_fakes import VOCAB_SIZE, expected_output
 from null_tree import NullTree
 from page_tree import PageTree
-from scheduler_world import HybridWorld
+from scheduler_world import HybridWorld, radix_tree
 
 from sgl_jax.srt.mem_cache.hicache.tree_types import MatchPrefixParams, MatchResult
 from sgl_jax_hicache.engine.fault import SchedulerFault
@@ -17,7 +17,10 @@ from sgl_jax_hicache.engine.forward_batch import ForwardMode
 from sgl_jax_hicache.engine.outputs import FinishKind
 
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-trees = pytest.mark.parametrize("tree", [NullTree, PageTree], ids=["null", "reuse"])
+trees = pytest.mark.parametrize(
+    "tree", [NullTree, PageTree, radix_tree], ids=["null", "plain", "radix"]
+)
+reusing = pytest.mark.parametrize("tree", [PageTree, radix_tree], ids=["plain", "radix"])
 KINDS: dict[str, dict[str, Any]] = {
     "sliding": {"window": 10, "swa_pages": 20},
     "recurrent": {"states": 6, "interval": 8},
@@ -54,7 +57,7 @@ def test_pages_before_the_window_are_freed_and_nobody_misses_them(
             most = max(most, held)
     assert client.tokens == expected_output(prompt, 70)
     window_pages = -(-(window - 1) // 4) + 1
-    assert most <= 4 * window_pages * (2 if tree is PageTree else 1)
+    assert most <= 4 * window_pages * (1 if tree is NullTree else 2)
     world.scheduler.check_idle()
 
 
@@ -186,10 +189,11 @@ def test_states_are_tracked_at_every_border_and_nowhere_else(
 
 
 @both_loops
+@reusing
 def test_a_hit_starts_from_a_copy_of_the_trees_state(
-    overlap: bool, rng: np.random.Generator
+    overlap: bool, tree: Any, rng: np.random.Generator
 ) -> None:
-    world = HybridWorld(num_pages=64, states=8, interval=16, tree=PageTree, overlap=overlap)
+    world = HybridWorld(num_pages=64, states=8, interval=16, tree=tree, overlap=overlap)
     stem = _prompt(rng, 40)
     first = world.submit("first", [*stem, 1, 2], 8)
     world.run()
@@ -333,5 +337,5 @@ def test_random_traffic(
         expected = expected_output(prompt, num_new)
         tokens = world.clients[rid].tokens
         assert tokens == (expected[: len(tokens)] if rid in aborted else expected)
-    if tree is PageTree:
+    if tree is not NullTree:
         assert sum(client.last.stats.tiers.device for client in world.clients.values()) > 0
