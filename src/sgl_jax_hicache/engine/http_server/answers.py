@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Answers:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, OutputChunk]] = asyncio.Queue()
+        self._unread: Counter[int] = Counter()  # chunks in the queue, by answer
         self._gone = asyncio.ensure_future(_until_disconnect(request.receive))
         self.generations: list[Generation] = []
 
@@ -78,13 +80,22 @@ class Answers:
     def _deliver(self, index: int, chunk: OutputChunk) -> None:
         # RuntimeError: the server's loop is closed, so that nobody listens any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, chunk))
+            self._loop.call_soon_threadsafe(self._put, index, chunk)
+
+    def _put(self, index: int, chunk: OutputChunk) -> None:
+        self._unread[index] += 1
+        self._queue.put_nowait((index, chunk))
+
+    def more_waits(self, index: int) -> bool:
+        """True if an answer has grown already beyond its last delta."""
+        return self._unread[index] > 0
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, until every answer has ended. Raises ClientGone."""
         unfinished = len(self.generations)
         while unfinished:
             index, chunk = await self._next()
+            self._unread[index] -= 1
             generation = self.generations[index]
             first_token = len(generation.token_ids)
             text = generation.feed(chunk)

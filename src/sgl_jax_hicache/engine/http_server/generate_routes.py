@@ -15,6 +15,8 @@ from .answers import RESPONSES, Answers, ClientGone, EventStream
 from .schema import AbortBody, GenerateBody
 
 CLIENT_CLOSED = 499
+LONG_ANSWER = 256
+"""Tokens of an answer of which every event is sent."""
 
 
 def build_router(engine: Engine) -> APIRouter:
@@ -45,8 +47,11 @@ def build_router(engine: Engine) -> APIRouter:
 
 
 async def _events(answers: Answers, is_batch: bool) -> AsyncIterator[str]:
-    """Each event is the answer so far, as a whole."""
+    """Each event is the answer so far, as a whole. Of a long answer, whose events take long to make, those are left out
+    that are out of date already: else one stream could keep the server from everybody else."""
     async for delta in answers.deltas():
+        if len(delta.generation.token_ids) > LONG_ANSWER and answers.more_waits(delta.index):
+            continue
         event = delta.generation.result()
         if is_batch:
             event["index"] = delta.index

@@ -6,19 +6,25 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from engine_fakes import expected_output
+from fastapi import FastAPI
 from http_world import WAIT_S, HttpWorld, http_world
 from starlette.types import Message, Receive, Scope, Send
 
 from sgl_jax_hicache.engine.engine_args import EngineArgs
 from sgl_jax_hicache.engine.forward_batch import SamplingParams
+from sgl_jax_hicache.engine.generation import Generation
+from sgl_jax_hicache.engine.http_server import generate_routes
+from sgl_jax_hicache.engine.http_server.generate_routes import LONG_ANSWER
 from sgl_jax_hicache.engine.http_server.middleware import BodyLimitMiddleware
 from sgl_jax_hicache.engine.http_server.protocol import BoundedProtocol
 from sgl_jax_hicache.engine.http_server.server import bind
+from sgl_jax_hicache.engine.outputs import FinishKind, FinishReason, OutputChunk, RequestStats
 from sgl_jax_hicache.engine.requests import (
     MAX_TOP_LOGPROBS,
     GenerateSpec,
@@ -217,3 +223,37 @@ def test_log_probabilities_are_bounded_over_a_whole_answer() -> None:
     checker.check(spec(8191, MAX_TOP_LOGPROBS))
     with pytest.raises(RequestError, match="ask for 128 or less, or for fewer tokens"):
         checker.check(spec(1 << 30, 50_000))
+
+
+def test_a_long_stream_sends_no_event_that_is_out_of_date(world: HttpWorld) -> None:
+    """Each event repeats the whole answer: sending all of them takes time that grows with the square of its length."""
+    chunk = OutputChunk("r", (65,), (), None, RequestStats(1))
+    tokens = 4 * LONG_ANSWER
+
+    class Eager:
+        """An engine whose answers are there at once."""
+
+        def submit(self, spec: GenerateSpec, sink: Callable[[OutputChunk], None]) -> Generation:
+            for _ in range(tokens - 1):
+                sink(chunk)
+            sink(replace(chunk, finish=FinishReason(FinishKind.LENGTH)))
+            return Generation("r", world.engine.tokenizer)
+
+        def abort(self, rid: str) -> None:
+            """Nothing is left to abort."""
+
+    app = FastAPI()
+    app.include_router(generate_routes.build_router(Eager()))  # type: ignore[arg-type]
+
+    async def scenario() -> list[str]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            response = await client.post("/generate", json={**BODY, "stream": True})
+        return [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+
+    *events, done = asyncio.run(scenario())
+    assert done == "[DONE]"
+    lengths = [len(json.loads(event)["output_ids"]) for event in events]
+    assert lengths[:LONG_ANSWER] == list(range(1, LONG_ANSWER + 1))
+    assert lengths[-1] == tokens
+    assert len(lengths) < LONG_ANSWER + 20
