@@ -21,6 +21,7 @@ BENCHMARKS = {
     "memory": "host memory held after many evictions and loads, against what the flags promised",
     "replay": "a request trace through all tiers, against a plain LRU",
     "decode_overhead": "the decode step with the cache on and off",
+    "hybrid": "models with sliding windows and recurrent states: hits by ratio and interval, TTFT",
 }
 """Every benchmark module and what it measures, in the order in which `all` runs them."""
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if what != "all":
         records = stamped(records, run)
         show(records, run)
+        if hasattr(module, "write_report"):
+            module.write_report(args, records)
     if args.json is not None:
         write_json(records, args.json)
     return 0

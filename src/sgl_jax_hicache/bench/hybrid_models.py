@@ -36,7 +36,7 @@ class HybridModel:
 
     @property
     def depth_ratio(self) -> float:
-        """Bytes of a token in a model of the same depth whose layers are all full, in units of this one's Full layers."""
+        """Bytes of a token if all layers were full, in units of what the Full layers take."""
         return self.num_layers / self.full_layers
 
     def words(self, page_size: int) -> PageWords:
@@ -119,7 +119,7 @@ HYBRIDS = (
     ),
     HybridModel(
         "full+swa+recurrent",
-        "made up, as no published model has all three: Qwen3-Next with 8 of its 12 attention layers sliding, window 1024",
+        "made up, as no published model has all three: Qwen3-Next, of whose 12 attention layers 8 slide, window 1024",
         full_layers=4,
         full_token_bytes=_QWEN_ATTENTION,
         sliding_layers=8,

@@ -77,13 +77,18 @@ def window_pages(model: HybridModel, page_size: int) -> int:
     return 0 if model.window is None else -(-(model.window - 1) // page_size)
 
 
+def chosen_interval(model: HybridModel, page_size: int) -> int:
+    """The tokens between checkpoints that the cache chooses for the model."""
+    return choose_interval(layouts_of(model, page_size), page_size, window_pages(model, page_size))
+
+
 def device_sizes(
     model: HybridModel, page_size: int, chunk_tokens: int, num_bytes: int
 ) -> DeviceSizes:
     """Divide device memory: what one request needs to run, and the rest in the proportions that host memory has with
     the interval that the cache chooses. Raises ReplayError if that is not even one page."""
     layouts, reach = layouts_of(model, page_size), window_pages(model, page_size)
-    points = Checkpoints(page_size, reach, choose_interval(layouts, page_size, reach))
+    points = Checkpoints(page_size, reach, chosen_interval(model, page_size))
     sliding = states = 0
     if model.window is not None:
         sliding = SWABounds(page_size, model.window, chunk_tokens).prefilling // page_size
@@ -192,7 +197,8 @@ def _padded(rows: Int32Array, marks: FloatArray) -> tuple[Int32Array, FloatArray
 
 def _content(marks: jax.Array, num_words: int) -> jax.Array:
     """float32[rows, words]: the mark and the word's number, whole numbers that float32 tells apart."""
-    return marks[:, None] + jnp.where(marks == 0, 0, 1)[:, None] * jnp.arange(num_words)
+    numbers = jnp.arange(num_words, dtype=marks.dtype)[None, :]
+    return marks[:, None] + jnp.sign(marks)[:, None] * numbers
 
 
 def _fill_rows(buffer: jax.Array, rows: jax.Array, marks: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import (
     Completion,
@@ -26,6 +27,7 @@ from sgl_jax.srt.mem_cache.hicache.async_impl import (
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+from sgl_jax.srt.mem_cache.hicache.metrics import PREFIX
 from sgl_jax.srt.mem_cache.hicache.tree_types import MatchPrefixParams, RadixKey
 from sgl_jax.srt.mem_cache.hicache.types import TierTokens
 from sgl_jax_hicache.engine.device_memory import DeviceMemory
@@ -36,7 +38,9 @@ from .hybrid_pools import (
     HybridPools,
     Int32Array,
     build_pools,
+    chosen_interval,
     device_sizes,
+    layouts_of,
     window_pages,
 )
 from .hybrid_storage import MemoryFolder, MemoryFolderFactory
@@ -59,8 +63,8 @@ class Memory:
     l2_ratio: float
     l3_blocks: int | None = None
     interval: int | None = None
-    page_size: int = 128
-    chunk_tokens: int = 4096
+    page_size: int = 512
+    chunk_tokens: int = 8192
 
     def block_bytes(self, model: HybridModel) -> int:
         """Bytes of a block in the model's small pages, if all its layers were full."""
@@ -166,6 +170,7 @@ class HybridEngine:
             )
         self._model, self._memory = model, memory
         self.folder = MemoryFolder()
+        self._registry = CollectorRegistry()
         self.sizes = device_sizes(
             model, page_size, memory.chunk_tokens, memory.l1_blocks * memory.block_bytes(model)
         )
@@ -179,6 +184,7 @@ class HybridEngine:
                 model_identity=ModelIdentity("replay", "0"),
                 sliding_window_size=model.window,
                 recurrent_state_pool=self._pools.states,
+                registry=self._registry,
                 executor=AtOnce(num_io_workers=1),
                 storage_factories={"file": MemoryFolderFactory(self.folder)},
             )
@@ -191,13 +197,26 @@ class HybridEngine:
 
     @property
     def interval(self) -> int:
-        """Tokens between the checkpoints of states; 0 without."""
-        return self.cache.recurrent_track_interval
+        """Tokens between checkpoints; 0 for a model that needs none."""
+        if self._model is FULL:
+            return 0
+        return self._memory.interval or chosen_interval(self._model, self._memory.page_size)
 
     @property
     def pools(self) -> HybridPools:
         """The device memory."""
         return self._pools
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host pools of all components may take."""
+        total = 0
+        for kind, layout in layouts_of(self._model, self._memory.page_size).items():
+            pages = self._registry.get_sample_value(
+                PREFIX + "host_pages_capacity", {"component": kind.value}
+            )
+            total += int(pages or 0) * layout.page_bytes
+        return total
 
     def serve(self, request: TraceRequest) -> TierTokens:
         """One prompt, from its arrival until everything that it set going has ended. Raises ReplayError."""
@@ -263,8 +282,9 @@ class HybridEngine:
         """Compute up to the next chunk's end or checkpoint, and put that into the tree."""
         begin, page_size = len(req.prefix_indices), self._memory.page_size
         end = min(len(req.origin_input_ids), begin + self._memory.chunk_tokens)
-        if self.interval:
-            end = min(end, (begin // self.interval + 1) * self.interval)
+        track_interval = self.cache.recurrent_track_interval
+        if track_interval:
+            end = min(end, (begin // track_interval + 1) * track_interval)
         slots = self._device.extend(begin, end, int(req.prefix_indices[-1]) if begin else 0)
         if slots is None:
             raise ReplayError(
@@ -275,7 +295,7 @@ class HybridEngine:
         self._pools.full.write(_pages(slots, page_size), content.full(pages))
         if self._pools.sliding is not None:
             self._pools.sliding.write(self._sliding_pages(slots), content.sliding(pages))
-        if self._pools.states is not None and end % self.interval == 0:
+        if self._pools.states is not None and end % track_interval == 0:
             slot = req.recurrent_ping_pong_track_buffer[req.recurrent_next_track_idx]
             self._pools.states.write(slot, content.state(end))
             req.recurrent_last_track_seqlen = end

@@ -34,13 +34,17 @@ from sgl_jax.srt.mem_cache.hicache.storage.payload import check_keys, payload_vi
 from sgl_jax.srt.mem_cache.hicache.types import PageKey, PageLink
 
 
+_USE_NS = 1_000_000
+"""Time is counted in uses, each of which stands for a millisecond."""
+
+
 @dataclass
 class _Kept:
-    """A page, what it follows, and when it was last used (a count)."""
+    """A page, what it follows, and when it was last used."""
 
     content: bytes
     link: PageLink | None
-    used: int
+    used_ns: int
 
 
 class MemoryFolder:
@@ -52,7 +56,7 @@ class MemoryFolder:
         self.most_bytes = 0
         self._lock = threading.Lock()
         self._pages: dict[PageKey, _Kept] = {}
-        self._clock = count()
+        self._clock_ns = count(step=_USE_NS)
 
     def read(self, key: PageKey) -> bytes | None:
         """The page, marked as used; None if it is not there."""
@@ -60,7 +64,7 @@ class MemoryFolder:
             kept = self._pages.get(key)
             if kept is None:
                 return None
-            kept.used = next(self._clock)
+            kept.used_ns = next(self._clock_ns)
             return kept.content
 
     def write(self, key: PageKey, content: bytes, link: PageLink | None) -> None:
@@ -68,7 +72,7 @@ class MemoryFolder:
         with self._lock:
             before = self._pages.get(link.parent) if link and link.parent else None
             if before is not None:
-                before.used = next(self._clock)
+                before.used_ns = next(self._clock_ns)
             kept = self._pages.get(key)
             if kept is None:
                 if self.max_bytes and self.held_bytes + len(content) > self.max_bytes:
@@ -76,7 +80,7 @@ class MemoryFolder:
                 kept = self._pages[key] = _Kept(content, link, 0)
                 self.held_bytes += len(content)
                 self.most_bytes = max(self.most_bytes, self.held_bytes)
-            kept.used = next(self._clock)
+            kept.used_ns = next(self._clock_ns)
 
     def holds(self, keys: Iterable[PageKey]) -> list[bool]:
         """Which of these pages are there."""
@@ -95,12 +99,19 @@ class MemoryFolder:
         keys, pages = list(self._pages), list(self._pages.values())
         links = Links(
             np.array([id_of(key) for key in keys], np.uint64),
-            np.array([id_of(p.link.parent) if p.link else 0 for p in pages], np.uint64),
-            np.array([p.link.index if p.link else UNKNOWN_INDEX for p in pages], np.int64),
+            np.array([id_of(page.link.parent) if page.link else 0 for page in pages], np.uint64),
+            np.array([page.link.index if page.link else UNKNOWN_INDEX for page in pages], np.int64),
         )
         parents = parent_rows(links)
-        used = last_use(links.index, parents, np.array([p.used for p in pages], np.int64))
-        for row in removal_order(links.index, parents, used, 0).tolist():
+        used_ns = np.array([page.used_ns for page in pages], np.int64)
+        rows = removal_order(
+            links.index,
+            parents,
+            last_use(links.index, parents, used_ns),
+            unused_since_ns=0,
+            now_ns=next(self._clock_ns),
+        )
+        for row in rows.tolist():
             if self.held_bytes <= target:
                 return
             self.held_bytes -= len(self._pages.pop(keys[row]).content)

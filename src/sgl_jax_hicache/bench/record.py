@@ -135,8 +135,8 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def stamped(records: Iterable[Record], run: dict[str, Any]) -> list[Record]:
-    """The records, each with where it was measured."""
-    return [replace(record, params={**record.params, RUN: run}) for record in records]
+    """The records, each with where it was measured; one that was read from a file says so already."""
+    return [replace(record, params={RUN: run, **record.params}) for record in records]
 
 
 def write_json(records: Iterable[Record], path: Path) -> None:

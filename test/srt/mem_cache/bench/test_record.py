@@ -34,6 +34,17 @@ TINY = {
     "storage": ["--page-bytes", "4096", "--repeats", "2", "--files", "20", "40"],
     "memory": ["--cycles", "40", "--page-bytes", "2097152", "--host-pages", "32"],
     "replay": ["--requests", "4", "--l1-blocks", "400"],
+    "hybrid": [
+        "--requests",
+        "3",
+        "--ratios",
+        "1",
+        "--models",
+        "GDN",
+        "--intervals",
+        "--prompts",
+        "0",
+    ],
 }
 
 
