@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import (
@@ -134,14 +133,15 @@ class AtOnce(TransferExecutor):
 
 @dataclass
 class Prompt:
-    """A running request, with the names that the cache reads and writes (`contract.CacheableRequest`)."""
+    """A running request, with the names that the cache reads and writes (`contract.CacheableRequest`). Tokens are int64
+    arrays, which the cache takes like sequences."""
 
-    origin_input_ids: npt.NDArray[np.int64]
+    origin_input_ids: Any
     req_pool_idx: int = 0
     output_ids: Sequence[int] = ()
     extra_key: str | None = None
     dp_rank: int = 0
-    fill_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    fill_ids: Any = ()
     prefix_indices: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     cache_protected_len: int = 0
     last_matched_prefix_len: int = 0
@@ -190,8 +190,9 @@ class HybridEngine:
             )
         except HiCacheConfigError as error:
             raise ReplayError(f"{model.name}: {error}") from error
+        tree: Any = self.cache
         self._device = DeviceMemory(
-            self.cache, self._pools.allocator, self._pools.rows, memory.chunk_tokens
+            tree, self._pools.allocator, self._pools.rows, memory.chunk_tokens
         )
         self._num_served = 0
 

@@ -33,7 +33,6 @@ from sgl_jax.srt.mem_cache.hicache.storage.chains import (
 from sgl_jax.srt.mem_cache.hicache.storage.payload import check_keys, payload_views
 from sgl_jax.srt.mem_cache.hicache.types import PageKey, PageLink
 
-
 _USE_NS = 1_000_000
 """Time is counted in uses, each of which stands for a millisecond."""
 
