@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sgl_jax.srt.mem_cache.hicache.device_buffers import BufferRef, DeviceBuffers
+from sgl_jax.srt.mem_cache.hicache.host_pool.host_page import HostPage
 from sgl_jax.srt.mem_cache.hicache.host_pool.per_block import PerBlockHostPool
 from sgl_jax.srt.mem_cache.hicache.transfer import PageTransfer
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     if min(args.slots) < args.pages:
         raise argparse.ArgumentTypeError(f"a pool of {min(args.slots)} slots has no {args.pages}")
     pools = [make_pool(num_slots) for num_slots in args.slots]
-    page = (jax.device_put(np.zeros(1, np.uint32)),)
+    page = HostPage((jax.device_put(np.zeros(1, np.uint32)),))
 
     def alloc_free(pool: PerBlockHostPool) -> None:
         pool.free(_alloc(pool, args.pages))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import ASYNC_IMPLS, DeviceJob, create_executor
 from sgl_jax.srt.mem_cache.hicache.device_buffers import BufferRef, DeviceBuffers
-from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostPage
+from sgl_jax.srt.mem_cache.hicache.host_pool.host_page import HostPage
 from sgl_jax.srt.mem_cache.hicache.host_pool.registry import HOST_POOL_SCHEMES, create_host_pool
 from sgl_jax.srt.mem_cache.hicache.transfer import PageTransfer, StagedPages
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind, TransferId
@@ -107,7 +107,7 @@ class Mover:
         self.engine_s["backup"] = seconds_of(submit)
         self._settle()
         self.pool.mark_ready(host_pages)
-        jax.block_until_ready(self.pool.get(host_pages))  # type: ignore[no-untyped-call]
+        jax.block_until_ready([page.arrays for page in self.pool.get(host_pages)])  # type: ignore[no-untyped-call]
         return host_pages
 
     def load(self, host_pages: npt.NDArray[np.int32]) -> None:

@@ -61,8 +61,9 @@ def make_rig(
     rows: Sequence[tuple[tuple[int, ...], npt.DTypeLike]],
     shardings: Sharding | Sequence[Sharding] | None = None,
     dp_size: int = 1,
+    staged: bool = False,
 ) -> Rig:
-    """Buffers [num_rows, *row_shape] of random bits, one for each of `rows`."""
+    """Buffers [num_rows, *row_shape] of random bits, one for each of `rows`; `staged` as in `PageTransfer`."""
     if shardings is None:
         shardings = SingleDeviceSharding(jax.devices()[0])
     each = [shardings] * len(rows) if isinstance(shardings, Sharding) else list(shardings)
@@ -73,6 +74,6 @@ def make_rig(
     refs = [BufferRef(f"b{i}", holder, i) for i in range(len(holder))]
     buffers = DeviceBuffers(refs, dp_size)
     layout = buffers.layout(ComponentKind.FULL, PAGE_SIZE)
-    rig = Rig(holder, buffers, layout, PageTransfer(buffers, layout))
+    rig = Rig(holder, buffers, layout, PageTransfer(buffers, layout, staged))
     rig.contents = rig.now()
     return rig

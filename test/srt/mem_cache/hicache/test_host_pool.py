@@ -13,7 +13,8 @@ from page_fakes import Bytes, Rig, make_rig
 
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError, InvariantError, PageStateError
 from sgl_jax.srt.mem_cache.hicache.host_memory import HostMemory
-from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostKVPool, HostPage, Slab
+from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostKVPool, Slab
+from sgl_jax.srt.mem_cache.hicache.host_pool.host_page import HostPage
 from sgl_jax.srt.mem_cache.hicache.host_pool.page_table import HostPages
 from sgl_jax.srt.mem_cache.hicache.host_pool.registry import HOST_POOL_SCHEMES, create_host_pool
 
@@ -254,6 +255,7 @@ def test_random_life_against_a_dict(world: World, rng: np.random.Generator) -> N
                 world.holds(chosen, [held[page] for page in chosen.tolist()])
         world.pool.check_invariants()
         assert world.pool.num_free == NUM_PAGES - len(held)
+        assert world.pool.host_bytes <= world.pool.capacity_bytes, "spare memory counts as well"
     everything = np.array(list(held), np.int32)
     world.holds(everything, list(held.values()))
 
@@ -267,7 +269,61 @@ def test_per_block_memory_follows_use_and_slab_memory_does_not(rng: np.random.Ge
     pages = per_block.back_up([1, 2])
     assert per_block.pool.host_bytes == 2 * 16
     per_block.pool.free(pages)
+    assert per_block.pool.host_bytes == 2 * 16, "kept for the next pages"
+    per_block.back_up([3, 4, 5])
+    assert per_block.pool.host_bytes == 3 * 16
+    per_block.pool.clear()
     assert per_block.pool.host_bytes == 0
+
+
+def test_spare_memory_makes_way_for_pages_that_bring_their_own(rng: np.random.Generator) -> None:
+    """Scenario: backups filled the pool, were evicted, and pages from storage fill it again."""
+    rig = make_rig(rng, NUM_ROWS, [((4,), np.float32)])
+    memory = rig.transfer.host_memory()
+    world = World(rig, create_host_pool("per_block", NUM_PAGES, rig.layout, memory))
+    world.back_up([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    world.pool.evict(NUM_PAGES)
+    assert len(memory.spares) == NUM_PAGES
+    pages = world.pool.alloc(7)
+    assert pages is not None
+    world.pool.write_bytes(pages, [world.row_bytes(row) for row in range(1, 8)])
+    assert len(memory.spares) == 2
+    assert world.pool.host_bytes == world.pool.capacity_bytes
+
+
+def test_a_page_that_somebody_still_reads_is_not_written_over(rng: np.random.Generator) -> None:
+    rig = make_rig(rng, NUM_ROWS, [((4,), np.float32)])
+    memory = rig.transfer.host_memory()
+    world = World(rig, create_host_pool("per_block", NUM_PAGES, rig.layout, memory))
+    pages = world.back_up([1, 2])
+    fetched = world.pool.get(pages[:1])
+    world.pool.free(pages)
+    assert len(memory.spares) == 1
+    fetched.clear()
+    assert len(memory.spares) == 2
+
+
+def test_a_full_pool_keeps_no_memory_of_a_page_that_was_read_for_long(
+    rng: np.random.Generator,
+) -> None:
+    rig = make_rig(rng, NUM_ROWS, [((4,), np.float32)])
+    memory = rig.transfer.host_memory()
+    world = World(rig, create_host_pool("per_block", NUM_PAGES, rig.layout, memory))
+    pages = world.back_up([1])
+    fetched = world.pool.get(pages)
+    world.pool.free(pages)
+    world.back_up([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    fetched.clear()
+    assert len(memory.spares) == 0
+
+
+def test_what_a_failed_backup_left_is_not_kept(rng: np.random.Generator) -> None:
+    """An array that a failed program was to fill would make the next backup fail too."""
+    rig = make_rig(rng, NUM_ROWS, [((4,), np.float32)])
+    memory = rig.transfer.host_memory()
+    memory.spares.limit(NUM_PAGES)
+    rig.transfer.to_host(rig.transfer.gather(np.array([1], np.int32)))  # never put into the pool
+    assert len(memory.spares) == 0
 
 
 def test_the_slab_is_written_in_place(rng: np.random.Generator) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -13,8 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from page_fakes import Rig, make_rig, random_bits
 
 from sgl_jax.srt.mem_cache.hicache.chunks import bucket_sizes, max_chunk_pages
-from sgl_jax.srt.mem_cache.hicache.chunks import split_by_powers_of_two as split
+from sgl_jax.srt.mem_cache.hicache.chunks import split_into_chunks as split
 from sgl_jax.srt.mem_cache.hicache.host_memory import host_memory_kind
+from sgl_jax.srt.mem_cache.hicache.host_pool.host_page import HostPage
 
 DTYPES = [
     np.float32,
@@ -26,6 +29,13 @@ DTYPES = [
 ]
 MHA_ROW = (4, 3, 2, 8)  # page_size, heads * 2 // packing, packing, head_dim
 MLA_ROW = (4, 1, 24)
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture(params=[False, True], ids=["direct", "staged"])
+def make(request: pytest.FixtureRequest) -> MakeRig:
+    """Rigs as they are on CPU, and rigs that copy between device and host as on other platforms."""
+    return partial(make_rig, staged=request.param)
 
 
 def move(rig: Rig, sources: npt.ArrayLike, targets: npt.ArrayLike, dp_rank: int = 0) -> None:
@@ -50,17 +60,17 @@ def expect(rig: Rig, sources: npt.ArrayLike, targets: npt.ArrayLike, dp_rank: in
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("row", [MHA_ROW, MLA_ROW], ids=["mha", "mla"])
 def test_round_trip_is_bit_exact(
-    rng: np.random.Generator, dtype: npt.DTypeLike, row: tuple[int, ...]
+    make: MakeRig, rng: np.random.Generator, dtype: npt.DTypeLike, row: tuple[int, ...]
 ) -> None:
-    rig = make_rig(rng, 12, [(row, dtype)] * 3)
+    rig = make(rng, 12, [(row, dtype)] * 3)
     sources, targets = [1, 5, 3], [11, 2, 7]
     move(rig, sources, targets)
     expect(rig, sources, targets)
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 3, 7, 65])
-def test_any_number_of_pages(rng: np.random.Generator, num_pages: int) -> None:
-    rig = make_rig(rng, 150, [((2, 3), np.float32)])
+def test_any_number_of_pages(make: MakeRig, rng: np.random.Generator, num_pages: int) -> None:
+    rig = make(rng, 150, [((2, 3), np.float32)])
     assert rig.transfer.chunk_pages == 64
     rows = rng.permutation(np.arange(1, 150))[: 2 * num_pages].astype(np.int32)
     sources, targets = rows[:num_pages], rows[num_pages:]
@@ -68,7 +78,7 @@ def test_any_number_of_pages(rng: np.random.Generator, num_pages: int) -> None:
     expect(rig, sources, targets)
 
 
-def test_buffers_of_several_shapes_and_dtypes(rng: np.random.Generator) -> None:
+def test_buffers_of_several_shapes_and_dtypes(make: MakeRig, rng: np.random.Generator) -> None:
     rows = [
         (MHA_ROW, ml_dtypes.bfloat16),
         ((4,), np.float32),
@@ -77,13 +87,13 @@ def test_buffers_of_several_shapes_and_dtypes(rng: np.random.Generator) -> None:
         ((), np.int32),
         ((2, 5), ml_dtypes.float8_e4m3fn),
     ]
-    rig = make_rig(rng, 9, rows)
+    rig = make(rng, 9, rows)
     move(rig, [8, 1], [2, 4])
     expect(rig, [8, 1], [2, 4])
 
 
-def test_bytes_are_the_rows_in_layout_order(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 6, [((4, 2), np.float32), ((3,), np.int8), ((4, 2), np.float32)])
+def test_bytes_are_the_rows_in_layout_order(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 6, [((4, 2), np.float32), ((3,), np.int8), ((4, 2), np.float32)])
     (page,) = rig.transfer.to_host(rig.transfer.gather(np.array([4])))
     arrays = rig.transfer.host_page_bytes(page)
     assert all(a.dtype == np.uint8 and a.ndim == 1 and a.flags.c_contiguous for a in arrays)
@@ -92,8 +102,8 @@ def test_bytes_are_the_rows_in_layout_order(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.concatenate(arrays), wanted)
 
 
-def test_a_page_from_bytes_equals_the_page(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 6, [((4, 2), ml_dtypes.bfloat16), ((3,), np.int8)])
+def test_a_page_from_bytes_equals_the_page(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 6, [((4, 2), ml_dtypes.bfloat16), ((3,), np.int8)])
     pages = rig.transfer.to_host(rig.transfer.gather(np.array([4, 2])))
     blobs = [np.concatenate(rig.transfer.host_page_bytes(page)) for page in pages]
     again = [rig.transfer.host_page_from_bytes(blob) for blob in blobs]
@@ -102,8 +112,10 @@ def test_a_page_from_bytes_equals_the_page(rng: np.random.Generator) -> None:
     expect(rig, [4, 2], [1, 5])
 
 
-def test_scatter_donates_the_buffers_and_puts_the_new_ones_back(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 64, [((64, 64), np.float32), ((64, 64), ml_dtypes.bfloat16)])
+def test_scatter_donates_the_buffers_and_puts_the_new_ones_back(
+    make: MakeRig, rng: np.random.Generator
+) -> None:
+    rig = make(rng, 64, [((64, 64), np.float32), ((64, 64), ml_dtypes.bfloat16)])
     old = list(rig.holder)
     addresses = [array.unsafe_buffer_pointer() for array in old]
     move(rig, [1], [2])
@@ -116,7 +128,7 @@ def test_scatter_donates_the_buffers_and_puts_the_new_ones_back(rng: np.random.G
 def test_pages_lie_in_pinned_host_memory_and_come_back_to_the_device(
     rng: np.random.Generator,
 ) -> None:
-    rig = make_rig(rng, 6, [((4, 2), np.float32)])
+    rig = make_rig(rng, 6, [((4, 2), np.float32)], staged=True)
     device = jax.devices()[0]
     assert host_memory_kind(device) == "pinned_host"
     pages = rig.transfer.to_host(rig.transfer.gather(np.array([4, 2])))
@@ -125,11 +137,95 @@ def test_pages_lie_in_pinned_host_memory_and_come_back_to_the_device(
     assert {array.sharding.memory_kind for array in loaded} == {"device"}
 
 
+def test_a_cpu_device_writes_host_pages_and_reads_them_where_they_are(
+    rng: np.random.Generator,
+) -> None:
+    rig = make_rig(rng, 6, [((4, 2), np.float32)])
+    pages = rig.transfer.to_host(rig.transfer.gather(np.array([4, 2])))
+    assert {array.sharding.memory_kind for page in pages for array in page} == {"pinned_host"}
+    loaded = rig.transfer.to_device(pages).arrays
+    assert [id(array) for array in loaded] == [id(array) for page in pages for array in page]
+
+
+def addresses_of(pages: Sequence[HostPage]) -> list[int]:
+    return [array.unsafe_buffer_pointer() for page in pages for array in page]
+
+
+def test_a_page_is_written_into_the_memory_of_a_dead_one(rng: np.random.Generator) -> None:
+    rig = make_rig(rng, 9, [((64, 64), np.float32), ((64, 64), ml_dtypes.bfloat16)])
+    spares = rig.transfer.host_memory().spares
+    spares.limit(3)
+    dead = rig.transfer.to_host(rig.transfer.gather(np.array([1, 2, 3])))
+    for page in dead:
+        page.bequeath(spares)
+    before = addresses_of(dead)
+    assert len(set(before)) == 6, "every array has memory of its own"
+    del page
+    dead.clear()
+    assert len(spares) == 3
+    fresh = rig.transfer.to_host(rig.transfer.gather(np.array([4, 5, 6, 7])))
+    assert len(spares) == 0
+    assert set(before) < set(addresses_of(fresh))
+    assert len(set(addresses_of(fresh))) == 8
+    rig.transfer.scatter(rig.transfer.to_device(fresh), np.array([1, 2, 3, 8]))
+    expect(rig, [4, 5, 6, 7], [1, 2, 3, 8])
+
+
+def test_memory_is_written_again_only_after_what_still_reads_it(rng: np.random.Generator) -> None:
+    """Scenario: a load was dispatched, its pages die, and the next backup takes their memory at once."""
+    rig = make_rig(rng, 5, [((256, 256), np.float32)] * 4)
+    spares = rig.transfer.host_memory().spares
+    spares.limit(2)
+    sources, targets = np.array([1, 2]), np.array([3, 4])
+    for _ in range(40):
+        pages = rig.transfer.to_host(rig.transfer.gather(sources))
+        for page in pages:
+            page.bequeath(spares)
+        staged = rig.transfer.to_device(pages)
+        rig.transfer.scatter(staged, targets)
+        del page, pages, staged
+        assert len(spares) == 2
+        sources, targets = targets, sources
+        overwritten = rig.transfer.to_host(rig.transfer.gather(np.array([0, 0])))
+        assert len(spares) == 0
+        for page in overwritten:
+            page.bequeath(spares)
+        del page, overwritten
+    expect(rig, [1, 2], [3, 4])
+
+
+def test_memory_that_numpy_refers_to_is_left_alone(rng: np.random.Generator) -> None:
+    """Scenario: storage still writes a page's bytes when the page dies and the next backup takes its memory."""
+    rig = make_rig(rng, 4, [((64, 64), np.float32)])
+    spares = rig.transfer.host_memory().spares
+    spares.limit(1)
+    pages = rig.transfer.to_host(rig.transfer.gather(np.array([1])))
+    pages[0].bequeath(spares)
+    (payload,) = rig.transfer.host_page_bytes(pages[0])
+    pages.clear()
+    assert len(spares) == 1
+    (fresh,) = rig.transfer.to_host(rig.transfer.gather(np.array([2])))
+    assert len(spares) == 0
+    np.testing.assert_array_equal(payload, rig.contents[0][1])
+    np.testing.assert_array_equal(rig.transfer.host_page_bytes(fresh)[0], rig.contents[0][2])
+
+
+def test_memory_from_outside_is_not_kept(rng: np.random.Generator) -> None:
+    rig = make_rig(rng, 4, [((4,), np.float32)])
+    spares = rig.transfer.host_memory().spares
+    spares.limit(1)
+    page = rig.transfer.host_page_from_bytes(np.zeros(16, np.uint8))
+    page.bequeath(spares)
+    del page
+    assert len(spares) == 0
+
+
 def test_a_gathered_page_keeps_its_bytes_when_its_row_is_written_over(
+    make: MakeRig,
     rng: np.random.Generator,
 ) -> None:
     """Scenario: device pages are freed right after the gather and refilled by the next step."""
-    rig = make_rig(rng, 8, [((16, 64), np.float32)] * 2)
+    rig = make(rng, 8, [((16, 64), np.float32)] * 2)
     overwrite = jax.jit(lambda buffer: buffer.at[3].set(7.0), donate_argnums=0)
     staged = rig.transfer.gather(np.array([3]))
     rig.holder[:] = [overwrite(array) for array in rig.holder]
@@ -138,17 +234,19 @@ def test_a_gathered_page_keeps_its_bytes_when_its_row_is_written_over(
     expect(rig, [3], [3])
 
 
-def test_a_gather_sees_what_the_step_before_it_wrote(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((16, 64), np.float32)])
+def test_a_gather_sees_what_the_step_before_it_wrote(
+    make: MakeRig, rng: np.random.Generator
+) -> None:
+    rig = make(rng, 8, [((16, 64), np.float32)])
     step = jax.jit(lambda buffer: buffer.at[3].set(7.0), donate_argnums=0)
     rig.holder[0] = step(rig.holder[0])
     (row,) = rig.transfer.read_rows(np.array([3]))
     np.testing.assert_array_equal(row.view(np.float32), np.full(16 * 64, 7.0, np.float32))
 
 
-def test_a_dropped_host_page_still_arrives(rng: np.random.Generator) -> None:
+def test_a_dropped_host_page_still_arrives(make: MakeRig, rng: np.random.Generator) -> None:
     """Scenario: host pages are freed and their memory is refilled right after the load was dispatched."""
-    rig = make_rig(rng, 8, [((64, 64), np.float32)] * 2)
+    rig = make(rng, 8, [((64, 64), np.float32)] * 2)
     pages = rig.transfer.to_host(rig.transfer.gather(np.array([1, 2])))
     staged = rig.transfer.to_device(pages)
     pages.clear()
@@ -159,8 +257,8 @@ def test_a_dropped_host_page_still_arrives(rng: np.random.Generator) -> None:
     del refill
 
 
-def test_indices_may_be_changed_after_the_call(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((64, 64), np.float32)] * 2)
+def test_indices_may_be_changed_after_the_call(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 8, [((64, 64), np.float32)] * 2)
     sources, targets = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
     staged = rig.transfer.gather(sources)
     sources[:] = 7
@@ -171,9 +269,10 @@ def test_indices_may_be_changed_after_the_call(rng: np.random.Generator) -> None
 
 
 def test_bytes_handed_over_can_not_be_changed_and_views_are_copied(
+    make: MakeRig,
     rng: np.random.Generator,
 ) -> None:
-    rig = make_rig(rng, 8, [((64, 64), np.float32)])
+    rig = make(rng, 8, [((64, 64), np.float32)])
     size = rig.layout.page_bytes
     owned = np.arange(size).astype(np.uint8)
     rig.transfer.host_page_from_bytes(owned)
@@ -186,8 +285,8 @@ def test_bytes_handed_over_can_not_be_changed_and_views_are_copied(
         assert all(not part.any() for part in rig.transfer.host_page_bytes(page))
 
 
-def test_bytes_of_another_length_are_refused(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((4,), np.float32)])
+def test_bytes_of_another_length_are_refused(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 8, [((4,), np.float32)])
     with pytest.raises(ValueError, match=r"a page is uint8\[16\]"):
         rig.transfer.host_page_from_bytes(np.zeros(15, np.uint8))
     with pytest.raises(ValueError, match=r"a page is uint8\[16\]"):
@@ -195,9 +294,10 @@ def test_bytes_of_another_length_are_refused(rng: np.random.Generator) -> None:
 
 
 def test_rows_outside_the_buffers_are_refused_and_nothing_changes(
+    make: MakeRig,
     rng: np.random.Generator,
 ) -> None:
-    rig = make_rig(rng, 8, [((4,), np.float32)])
+    rig = make(rng, 8, [((4,), np.float32)])
     staged = rig.transfer.gather(np.array([1, 2]))
     for rows in ([8], [-1], [[1]]):
         with pytest.raises(ValueError, match=r"within \[0, 8\)"):
@@ -211,21 +311,21 @@ def test_rows_outside_the_buffers_are_refused_and_nothing_changes(
     expect(rig, [], [])
 
 
-def test_a_poisoned_sentinel_touches_nothing_else(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((4,), np.float32)])
+def test_a_poisoned_sentinel_touches_nothing_else(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 8, [((4,), np.float32)])
     rig.holder[0] = jax.jit(lambda b: b.at[0].set(np.nan), donate_argnums=0)(rig.holder[0])
     move(rig, [1, 2, 3], [4, 5, 6])
     expect(rig, [1, 2, 3], [4, 5, 6])
 
 
-def test_precompile_leaves_the_pages_alone(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((4,), np.float32), ((3,), ml_dtypes.bfloat16)])
+def test_precompile_leaves_the_pages_alone(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 8, [((4,), np.float32), ((3,), ml_dtypes.bfloat16)])
     rig.transfer.precompile(5)
     expect(rig, [], [])
 
 
-def test_read_and_write_rows(rng: np.random.Generator) -> None:
-    rig = make_rig(rng, 8, [((4,), np.float32), ((3,), ml_dtypes.bfloat16)])
+def test_read_and_write_rows(make: MakeRig, rng: np.random.Generator) -> None:
+    rig = make(rng, 8, [((4,), np.float32), ((3,), ml_dtypes.bfloat16)])
     dump = rig.transfer.read_rows(np.array([1, 6]))
     assert dump.shape == (2, rig.layout.page_bytes)
     rig.transfer.write_rows(np.array([3, 2]), dump)

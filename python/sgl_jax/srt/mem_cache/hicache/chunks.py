@@ -5,6 +5,7 @@ from __future__ import annotations
 _MAX_CHUNK_BYTES = 32 << 20
 _MAX_CHUNK_PAGES = 64
 _MAX_CHUNK_MOVES = 128
+_STEP = 8
 
 
 def max_chunk_pages(page_bytes: int, num_buffers: int) -> int:
@@ -21,21 +22,24 @@ def max_chunk_pages(page_bytes: int, num_buffers: int) -> int:
     return 1 << (max(limit, 1).bit_length() - 1)
 
 
-def split_by_powers_of_two(num_pages: int, largest: int) -> list[slice]:
-    """Cut [0, num_pages) into runs of `largest`, then of ever smaller powers of two: no run needs padding.
-
-    `largest` is a power of two; the number of different lengths, and so of compilations, is log2(largest) + 1.
-    """
-    runs = []
-    start, size = 0, largest
-    while start < num_pages:
-        while size > num_pages - start:
-            size //= 2
-        runs.append(slice(start, start + size))
-        start += size
+def split_into_chunks(num_pages: int, largest: int) -> list[slice]:
+    """Cut [0, num_pages) into runs of `bucket_sizes(largest)`, the largest first: no run needs padding."""
+    runs: list[slice] = []
+    start = 0
+    for size in reversed(bucket_sizes(largest)):
+        while num_pages - start >= size:
+            runs.append(slice(start, start + size))
+            start += size
     return runs
 
 
 def bucket_sizes(largest: int) -> list[int]:
-    """Every length that `split_by_powers_of_two` can produce."""
-    return [1 << power for power in range(largest.bit_length())]
+    """The lengths of runs, in ascending order: `largest` (a power of two), eighths of it, and 1.
+
+    Each length is a compilation of seconds, and each run a call of some 0.1 ms.
+    """
+    sizes = {1}
+    while largest > 1:
+        sizes.add(largest)
+        largest //= _STEP
+    return sorted(sizes)

@@ -5,18 +5,19 @@ Pages are made of words (see `BufferGroup.word`), so that nothing on the way com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from .chunks import split_by_powers_of_two
+from .chunks import split_into_chunks
 from .device_buffers import BufferGroup, DeviceBuffers
 from .errors import HiCacheError
-from .host_pool.base import ByteArray, HostPage, Slab
+from .host_pool.base import ByteArray, Slab
+from .host_pool.host_page import HostArraysOfPage, HostPage, SparePages
 from .host_pool.page_table import HostPages
 
 _PINNED = "pinned_host"
@@ -48,6 +49,7 @@ class HostMemory:
             for _, device in self.parts
         ]
         self.page_bytes = sum(group.stack_bytes for group, _ in self.parts)
+        self.spares = SparePages()
         self._chunk_pages = chunk_pages
         self._write_rows = [
             jax.jit(_write_rows, donate_argnums=(0,), out_shardings=sharding)
@@ -60,7 +62,14 @@ class HostMemory:
         placed = jax.device_put(list(arrays), self.shardings * num_pages)
         self._check_kind(placed)
         width = len(self.parts)
-        return [tuple(placed[i * width : (i + 1) * width]) for i in range(num_pages)]
+        return [HostPage(tuple(placed[i * width : (i + 1) * width])) for i in range(num_pages)]
+
+    def blank_pages(self, num_pages: int) -> list[HostArraysOfPage]:
+        """Arrays in host memory to write pages into, spare ones first; their content is undefined. One device only."""
+        blank = self.spares.take(num_pages)
+        for run in split_into_chunks(num_pages - len(blank), self._chunk_pages):
+            blank += self._new_pages(run.stop - run.start)
+        return blank
 
     def host_page_bytes(self, page: HostPage) -> list[ByteArray]:
         """The bytes of a page as C-contiguous uint8 arrays in layout order; waits until the page is complete."""
@@ -85,7 +94,7 @@ class HostMemory:
             start += group.stack_bytes
         placed = jax.device_put(pieces, self.shardings)
         self._check_kind(placed)
-        return tuple(placed)
+        return HostPage(tuple(placed))
 
     def new_slab(self, num_pages: int) -> Slab:
         """Zeroed arrays word[num_pages, *stack_shape] in host memory, one for each part."""
@@ -100,23 +109,34 @@ class HostMemory:
     def write_slab(self, slab: Slab, host_pages: HostPages, pages: Sequence[HostPage]) -> Slab:
         """Write pages into rows; `slab` is donated and must not be used again."""
         parts = list(slab)
-        for run in split_by_powers_of_two(len(pages), self._chunk_pages):
+        for run in split_into_chunks(len(pages), self._chunk_pages):
             for part, sharding in enumerate(self.shardings):
                 rows = jax.device_put(host_pages[run].copy(), sharding)
-                arrays = tuple(page[part] for page in pages[run])
+                arrays = tuple(page.arrays[part] for page in pages[run])
                 parts[part] = self._write_rows[part](parts[part], rows, arrays)
         return tuple(parts)
 
     def read_slab(self, slab: Slab, host_pages: HostPages) -> list[HostPage]:
         """Copies of rows, which stay valid whatever is written to the slab afterwards."""
         pages: list[HostPage] = []
-        for run in split_by_powers_of_two(len(host_pages), self._chunk_pages):
+        for run in split_into_chunks(len(host_pages), self._chunk_pages):
             columns = [
                 read(array, jax.device_put(host_pages[run].copy(), sharding))
                 for read, array, sharding in zip(self._read_rows, slab, self.shardings, strict=True)
             ]
-            pages.extend(zip(*columns, strict=True))
+            pages.extend(HostPage(arrays) for arrays in zip(*columns, strict=True))
         return pages
+
+    @cached_property
+    def _new_pages(self) -> Callable[[int], tuple[HostArraysOfPage, ...]]:
+        shapes = [(group.stack_shape, group.word) for group, _ in self.parts]
+
+        def zeros(num_pages: int) -> tuple[HostArraysOfPage, ...]:
+            return tuple(
+                tuple(jnp.zeros(shape, word) for shape, word in shapes) for _ in range(num_pages)
+            )
+
+        return jax.jit(zeros, static_argnums=0, out_shardings=self.shardings[0])
 
     def _check_kind(self, arrays: Sequence[jax.Array]) -> None:
         """A copy that silently stayed on the device would make the host tier eat device memory."""

@@ -2,6 +2,9 @@
 
 A program takes `rows` int32[n], the buffers group by group, and n pages; a page is one array ("stack") of words for
 each group. `Placement` hides whether these are arrays of one device or global arrays of a mesh.
+
+A CPU device's memory is the host's. There programs write host pages and read them (`HostDevice`), and nothing is copied
+on the way.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .device_buffers import BufferGroup, DeviceBuffers, spec_of
+from .host_memory import host_memory_kind
 
 Stacks = tuple[jax.Array, ...]
 """One page on the device: for each buffer group word[num_buffers, *row_shape] (on a mesh per shard and rank)."""
@@ -25,6 +29,7 @@ GroupedBuffers = tuple[tuple[jax.Array, ...], ...]
 RowIndex = npt.NDArray[np.int32] | jax.Array
 GatherProgram = Callable[[RowIndex, GroupedBuffers], tuple[Stacks, ...]]
 ScatterProgram = Callable[[RowIndex, GroupedBuffers, tuple[Stacks, ...]], GroupedBuffers]
+GatherIntoProgram = Callable[[RowIndex, GroupedBuffers, tuple[Stacks, ...]], tuple[Stacks, ...]]
 
 
 class Placement(Protocol):
@@ -58,9 +63,12 @@ class Placement(Protocol):
         ...
 
 
-def create_placement(buffers: DeviceBuffers) -> Placement:
-    """The placement that fits the buffers."""
-    return OneDevice(buffers) if buffers.mesh is None else OnMesh(buffers, buffers.mesh)
+def create_placement(buffers: DeviceBuffers, staged: bool) -> Placement:
+    """The placement that fits the buffers; `staged`: pages are copied between device and host everywhere."""
+    if buffers.mesh is not None:
+        return OnMesh(buffers, buffers.mesh)
+    direct = not staged and buffers.groups and _all_cpu(buffers)
+    return HostDevice(buffers) if direct else OneDevice(buffers)
 
 
 class OneDevice:
@@ -103,6 +111,29 @@ class OneDevice:
         """The arrays themselves."""
         del dp_rank
         return tuple(loaded)
+
+
+class HostDevice(OneDevice):
+    """Buffers of one CPU device: programs write into arrays in host memory, and read them from there."""
+
+    def __init__(self, buffers: DeviceBuffers) -> None:
+        super().__init__(buffers)
+        near = buffers.groups[0].sharding
+        (device,) = near.device_set
+        options = _options(buffers)
+        self._gather_into = jax.jit(
+            _gather_rows_into,
+            donate_argnums=(2,),
+            out_shardings=near.with_memory_kind(host_memory_kind(device)),
+            compiler_options=options,
+        )
+        self._scatter = jax.jit(
+            _scatter_host_rows, donate_argnums=(1,), out_shardings=near, compiler_options=options
+        )
+
+    def gather_into_program(self) -> GatherIntoProgram:
+        """Copy of rows into the arrays of host pages, which are donated and come back with the same memory."""
+        return self._gather_into
 
 
 class OnMesh:
@@ -237,6 +268,27 @@ def _gather_rows(rows: jax.Array, buffers: GroupedBuffers) -> tuple[Stacks, ...]
     )
 
 
+def _gather_rows_into(
+    rows: jax.Array, buffers: GroupedBuffers, pages: tuple[Stacks, ...]
+) -> tuple[Stacks, ...]:
+    """Written row by row into what is there: `jnp.stack` would take fresh memory for every row first.
+
+    Host and device space are one memory here; changing the space copies nothing.
+    """
+    return tuple(
+        tuple(_filled(stack, group, rows[i]) for group, stack in zip(buffers, stacks, strict=True))
+        for i, stacks in enumerate(pages)
+    )
+
+
+def _filled(stack: jax.Array, group: tuple[jax.Array, ...], row: jax.Array) -> jax.Array:
+    near = jax.device_put(stack, jax.memory.Space.Device)
+    for position, buffer in enumerate(group):
+        near = jax.lax.dynamic_update_index_in_dim(near, _row_words(buffer, row), position, 0)
+    written: jax.Array = jax.device_put(near, jax.memory.Space.Host)
+    return written
+
+
 def _row_words(buffer: jax.Array, row: jax.Array) -> jax.Array:
     values = jax.lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
     return jax.lax.bitcast_convert_type(values, _word_of(buffer))
@@ -254,6 +306,16 @@ def _scatter_rows(
     return tuple(tuple(group) for group in groups)
 
 
+def _scatter_host_rows(
+    rows: jax.Array, buffers: GroupedBuffers, pages: tuple[Stacks, ...]
+) -> GroupedBuffers:
+    near = tuple(
+        tuple(jax.device_put(stack, jax.memory.Space.Device) for stack in stacks)
+        for stacks in pages
+    )
+    return _scatter_rows(rows, buffers, near)
+
+
 def _word_of(buffer: jax.Array) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"uint{8 * buffer.dtype.itemsize}")
 
@@ -265,13 +327,17 @@ def _options(buffers: DeviceBuffers) -> dict[str, str] | None:
     slow (100 times and more) and turns signalling NaNs anywhere in the buffer into quiet ones. The programs
     only move rows, so the pass that inserts the conversions is not needed.
     """
-    devices: set[Any] = {d for group in buffers.groups for d in group.sharding.device_set}
     small_floats = {
         group.dtype.name.replace("bfloat16", "bf16").replace("float8_", "f8")
         for group in buffers.groups
         if group.dtype.name.startswith(("bfloat", "float8"))
     }
-    if {device.platform for device in devices} != {"cpu"} or not small_floats:
+    if not small_floats or not _all_cpu(buffers):
         return None
     passes = ",".join(f"float-normalization-{name}" for name in sorted(small_floats))
     return {"xla_disable_hlo_passes": passes}
+
+
+def _all_cpu(buffers: DeviceBuffers) -> bool:
+    devices: set[Any] = {d for group in buffers.groups for d in group.sharding.device_set}
+    return {device.platform for device in devices} == {"cpu"}

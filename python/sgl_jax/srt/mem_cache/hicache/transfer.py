@@ -6,13 +6,15 @@ scatter and donation. The way of a page:
     buffers ──gather──▶ StagedPages ──to_host──▶ HostPage        backup
     buffers ◀─scatter── StagedPages ◀─to_device─ HostPage        load
 
+On a CPU device staged pages are host pages already (see `page_programs.HostDevice`), and the middle step does nothing.
+
 `gather` and `scatter` touch the engine's buffers: engine thread only, in the window that the engine leaves between two
 steps. They only enqueue work, which the data orders after the last step and before the next one; what a gather produced
 is a copy, so the rows may be freed and refilled at once. `to_host` and `to_device` touch only such copies and host
 arrays, on any thread. Nothing here waits, except the diagnosis functions at the end.
 
 Rows travel as unsigned words, all buffers of one group stacked into one array per page. A batch is cut into programs of
-power-of-two sizes (`chunks`), so that nothing is padded and few programs are compiled.
+few sizes (`chunks`), so that nothing is padded and little is compiled.
 
 On a mesh, the programs run on every shard at once, each on its own rows: nothing is gathered across devices. The ranks
 that a call does not address read and write their row 0, the sentinel that the engine never reads.
@@ -27,12 +29,13 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from .chunks import bucket_sizes, max_chunk_pages, split_by_powers_of_two
+from .chunks import bucket_sizes, max_chunk_pages, split_into_chunks
 from .device_buffers import DeviceBuffers
 from .errors import HiCacheConfigError
 from .host_memory import HostMemory
-from .host_pool.base import ByteArray, HostPage
-from .page_programs import GroupedBuffers, Stacks, create_placement
+from .host_pool.base import ByteArray
+from .host_pool.host_page import HostPage
+from .page_programs import GroupedBuffers, HostDevice, Stacks, create_placement
 from .types import PageLayout
 
 DeviceRows = npt.NDArray[np.int32]
@@ -41,10 +44,14 @@ DeviceRows = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StagedPages:
-    """Copies of pages on the device, between buffers and host: `pages[i]` has one array for each buffer group."""
+    """Copies of pages between buffers and host: `pages[i]` has one array for each buffer group.
+
+    They are on the device, or, if `host_pages` names them, those host pages' own arrays.
+    """
 
     dp_rank: int
     pages: tuple[Stacks, ...]
+    host_pages: tuple[HostPage, ...] | None = None
 
     @property
     def arrays(self) -> list[jax.Array]:
@@ -58,10 +65,11 @@ class StagedPages:
 class PageTransfer:
     """Gather, scatter and the copies between device and host for one component's buffers.
 
-    `layout` is checked against the buffers. See the module for threads.
+    `layout` is checked against the buffers. `staged`: copy between device and host even on a CPU device, as everywhere
+    else. See the module for threads.
     """
 
-    def __init__(self, buffers: DeviceBuffers, layout: PageLayout) -> None:
+    def __init__(self, buffers: DeviceBuffers, layout: PageLayout, staged: bool = False) -> None:
         expected = buffers.layout(layout.component, layout.page_size)
         if layout != expected:
             raise HiCacheConfigError(
@@ -74,7 +82,7 @@ class PageTransfer:
         self._hosts = [
             HostMemory(buffers, rank, self.chunk_pages) for rank in range(buffers.dp_size)
         ]
-        self._placement = create_placement(buffers)
+        self._placement = create_placement(buffers, staged)
 
     def host_memory(self, dp_rank: int = 0) -> HostMemory:
         """The host arrays of one rank, as the host pools need them."""
@@ -84,15 +92,23 @@ class PageTransfer:
         """Enqueue a copy of rows; never waits. Engine thread only. ValueError on rows outside the rank."""
         rows = self._checked_rows(rows, dp_rank)
         buffers = self._grouped_arrays()
-        pages: list[Stacks] = []
-        for run in split_by_powers_of_two(len(rows), self.chunk_pages):
-            index = self._placement.index(rows[run], dp_rank)
-            program = self._placement.gather_program(run.stop - run.start)
-            pages.extend(program(index, buffers))
+        placement, pages = self._placement, list[Stacks]()
+        for run in split_into_chunks(len(rows), self.chunk_pages):
+            index, num_pages = placement.index(rows[run], dp_rank), run.stop - run.start
+            if isinstance(placement, HostDevice):
+                blank = tuple(self._hosts[dp_rank].blank_pages(num_pages))
+                pages.extend(placement.gather_into_program()(index, buffers, blank))
+            else:
+                pages.extend(placement.gather_program(num_pages)(index, buffers))
+        if isinstance(placement, HostDevice):
+            host_pages = tuple(HostPage(arrays, writable=True) for arrays in pages)
+            return StagedPages(dp_rank, tuple(pages), host_pages)
         return StagedPages(dp_rank, tuple(pages))
 
     def to_host(self, staged: StagedPages) -> list[HostPage]:
         """Start the copies to host memory; the arrays returned become ready by themselves. Any thread."""
+        if staged.host_pages is not None:
+            return list(staged.host_pages)
         if not staged.pages:
             return []
         pieces = [
@@ -104,10 +120,14 @@ class PageTransfer:
 
     def to_device(self, host_pages: Sequence[HostPage], dp_rank: int = 0) -> StagedPages:
         """Start the copies to the device. Any thread. The pages may be dropped as soon as this returns."""
+        if isinstance(self._placement, HostDevice):
+            return StagedPages(
+                dp_rank, tuple(page.arrays for page in host_pages), tuple(host_pages)
+            )
         if not host_pages:
             return StagedPages(dp_rank, ())
         targets = self._placement.targets(dp_rank)
-        sources = [page[part] for page in host_pages for part, _ in targets]
+        sources = [page.arrays[part] for page in host_pages for part, _ in targets]
         destinations = [sharding for _, sharding in targets] * len(host_pages)
         loaded = jax.device_put(sources, destinations)
         width = len(targets)
@@ -128,7 +148,7 @@ class PageTransfer:
                 f"{len(staged)} pages of rank {staged.dp_rank} for {len(rows)} rows of {dp_rank}"
             )
         program = self._placement.scatter_program()
-        for run in split_by_powers_of_two(len(rows), self.chunk_pages):
+        for run in split_into_chunks(len(rows), self.chunk_pages):
             index = self._placement.index(rows[run], dp_rank)
             # Every chunk is put back at once: if a later one raises, the engine still holds live buffers.
             self._put_back(program(index, self._grouped_arrays(), staged.pages[run]))

@@ -22,10 +22,8 @@ import numpy.typing as npt
 from ..errors import InvariantError, PageStateError
 from ..storage.base import Payload
 from ..types import PageLayout
+from .host_page import HostPage, SparePages
 from .page_table import HostPages, PageState, PageTable
-
-HostPage = tuple[jax.Array, ...]
-"""One page in host memory: per buffer group and local shard one array uint8/16/32[num_buffers, *row_shape]."""
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -35,6 +33,11 @@ Slab = tuple[jax.Array, ...]
 
 class HostArrays(Protocol):
     """What a pool needs from the transfer layer to turn host arrays into bytes and slabs."""
+
+    @property
+    def spares(self) -> SparePages:
+        """Where the arrays of dead pages go for the next ones to be written into; empty unless a pool fills it."""
+        ...
 
     def host_page_bytes(self, page: HostPage) -> list[ByteArray]:
         """The bytes of a page as C-contiguous uint8 arrays in layout order; waits until the page is complete."""

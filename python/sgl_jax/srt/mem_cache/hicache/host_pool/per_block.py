@@ -1,4 +1,4 @@
-"""Scheme A: one reference per page. Freeing drops the reference and the runtime takes the memory back."""
+"""Scheme A: one reference per page. Freeing drops the reference; the memory is kept for the next page or given back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import InvariantError
 from ..types import PageLayout
-from .base import HostArrays, HostKVPool, HostPage
+from .base import HostArrays, HostKVPool
+from .host_page import HostPage
 from .page_table import HostPages
 
 
@@ -16,7 +17,8 @@ class PerBlockHostPool(HostKVPool):
     """Keeps the arrays that a transfer produced, as they are: no copy on put, get or read.
 
     Host memory grows with use, up to `capacity_bytes`. A page handed out stays alive for as long as anybody refers to
-    it, whatever happens to its slot.
+    it, whatever happens to its slot. Where programs write host memory, the arrays of pages that died are kept to be
+    written again: never more than there are FREE pages, so that both together stay within the capacity.
     """
 
     def __init__(self, num_pages: int, layout: PageLayout, arrays: HostArrays) -> None:
@@ -25,8 +27,14 @@ class PerBlockHostPool(HostKVPool):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the pages referred to now; O(num_pages)."""
-        return int(np.count_nonzero(self._filled)) * self._layout.page_bytes
+        """Bytes of the pages referred to now and of those kept for the next; O(num_pages)."""
+        num_held = int(np.count_nonzero(self._filled)) + len(self._arrays.spares)
+        return num_held * self._layout.page_bytes
+
+    def clear(self) -> None:
+        """As in the base; all memory is given back."""
+        super().clear()
+        self._arrays.spares.limit(0)
 
     def check_invariants(self) -> None:
         """As in the base; a slot refers to a page exactly if the page has bytes."""
@@ -39,7 +47,10 @@ class PerBlockHostPool(HostKVPool):
 
     def _store(self, ids: HostPages, pages: Sequence[HostPage]) -> None:
         for slot, page in zip(ids.tolist(), pages, strict=True):
+            page.bequeath(self._arrays.spares)
             self._slots[slot] = page
+        # A page that brought memory of its own, from storage, takes the place of a spare one.
+        self._arrays.spares.limit(self._table.num_free)
 
     def _fetch(self, ids: HostPages) -> list[HostPage]:
         pages = []
@@ -51,5 +62,6 @@ class PerBlockHostPool(HostKVPool):
         return pages
 
     def _drop(self, ids: HostPages) -> None:
+        self._arrays.spares.limit(self._table.num_free)
         for slot in ids.tolist():
             self._slots[slot] = None

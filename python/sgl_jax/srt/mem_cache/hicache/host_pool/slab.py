@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from ..types import PageLayout
-from .base import HostArrays, HostKVPool, HostPage
+from .base import HostArrays, HostKVPool
+from .host_page import HostPage
 from .page_table import HostPages
 
 
