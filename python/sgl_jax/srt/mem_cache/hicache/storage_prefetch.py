@@ -116,7 +116,8 @@ class StoragePrefetch:
 
     def reset(self) -> None:
         """Forget all requests; pages still to come are given back when they arrive."""
-        self._table.clear()
+        for unused in self._table.clear():
+            self._give_up(unused)
         self._parked.clear()
         self._held_pages.clear()
 
@@ -258,12 +259,15 @@ class StoragePrefetch:
     def _on_fetch(self, result: TransferResult) -> None:
         prefetch = self._table.of_fetch(result)
         if prefetch is None:
-            self._tree.tiers.give_up(result.component, np.array(result.host_pages, np.int32))
+            self._give_up(result)
             return
         for chunk, ended in self._table.usable(prefetch):
             self._use(prefetch, chunk, ended)
         if not prefetch.chunks:
             self._fetch_or_end(prefetch)
+
+    def _give_up(self, result: TransferResult) -> None:
+        self._tree.tiers.give_up(result.component, np.array(result.host_pages, np.int32))
 
     def _use(self, prefetch: Prefetch, chunk: FetchChunk, result: TransferResult) -> None:
         """Put the pages of a chunk that verified into the tree, and remember the others as not there."""
