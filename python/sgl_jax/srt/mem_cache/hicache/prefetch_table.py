@@ -125,8 +125,8 @@ class PrefetchTable:
         return usable
 
     def clear(self) -> list[TransferResult]:
-        """Forget everything (the tree was reset). Results still to come belong to no one, and so do those whose turn had
-        not come, which are returned."""
+        """Forget everything (the tree was reset). Results still to come belong to no one, and so do those whose turn
+        had not come, which are returned."""
         waiting = dict.fromkeys(self._by_transfer.values())  # for the reads whose turn it was
         unused = [result for prefetch in waiting for result in prefetch.arrived.values()]
         self._by_rid.clear()
