@@ -7,12 +7,17 @@ that comparing prefixes is comparing bytes and nothing is encoded twice.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+_BLOCK_TOKENS = 4096
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -48,13 +53,38 @@ class TokenCodec:
         if not aligned:
             return b""
         if not self.is_eagle:
-            return _int64_bytes(token_ids[:aligned])
-        flat = np.frombuffer(_int64_bytes(token_ids[: aligned + 1]), "<i8")
+            return _int64_bytes(token_ids, aligned)
+        flat = np.frombuffer(_int64_bytes(token_ids, aligned + 1), "<i8")
         return np.stack([flat[:-1], flat[1:]], axis=1).tobytes()
 
 
-def _int64_bytes(token_ids: TokenIds) -> bytes:
+def _int64_bytes(token_ids: TokenIds, num_tokens: int) -> bytes:
     if isinstance(token_ids, list):
-        # The fastest way there is from a list: numpy and array.array take 1.2 to 1.5 times as long.
-        return struct.pack(f"<{len(token_ids)}q", *token_ids)
-    return np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
+        return _list_bytes(token_ids, num_tokens)
+    return np.ascontiguousarray(token_ids[:num_tokens], dtype="<i8").tobytes()
+
+
+def _list_bytes(token_ids: list[int], num_tokens: int) -> bytes:
+    """Raises struct.error for what is no int64.
+
+    Filling an array of unsigned words is the fastest way out of a list, twice as fast as signed ones or `struct.pack`
+    and five times as fast as numpy; only `struct` knows negative numbers. In blocks, because for copies of the whole
+    list the C library would fetch and return memory every time, which takes longer than the rest.
+    """
+    encoded = BytesIO()
+    try:
+        for start in range(0, num_tokens, _BLOCK_TOKENS):
+            words = array("Q")
+            words.fromlist(token_ids[start : min(start + _BLOCK_TOKENS, num_tokens)])
+            if sys.byteorder != "little":
+                words.byteswap()
+            encoded.write(words)
+    except (OverflowError, TypeError):
+        return _packed(token_ids[:num_tokens])
+    tokens = encoded.getvalue()
+    # 2**64 - 1 must not become -1.
+    return tokens if np.frombuffer(tokens, "<i8").min() >= 0 else _packed(token_ids[:num_tokens])
+
+
+def _packed(token_ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
