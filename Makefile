@@ -43,7 +43,7 @@ test: $(STAMP) ## The whole test suite on CPU
 	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(STAMP) ## An hour of random traffic, kills and damage; prints its figures (SOAK_MINUTES=5 for a shorter one)
-	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak -o faulthandler_timeout=0 --soak-minutes $(SOAK_MINUTES) $(PYTEST_ARGS)
+	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak -o faulthandler_timeout=0 --soak-minutes=$(SOAK_MINUTES) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Lint, format and type checks
 	@$(PY) -m ruff check --quiet .

@@ -64,7 +64,9 @@ class Client:
         self._tolerant = tolerant
         self._on_answer = on_answer
         self._name = f"client-{seed}"
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
+        # Idle connections go before the server closes them, after 5 s: a request on one that just closes would fail.
+        limits = httpx.Limits(keepalive_expiry=1.0)
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits)
 
     def run(self, go_on: Callable[[], bool]) -> None:
         """Ask until told otherwise, or until the server is gone."""
