@@ -21,8 +21,6 @@ from sgl_jax_hicache.engine.engine_args import EngineArgs
 from sgl_jax_hicache.engine.engine_builder import build_engine
 
 MAX_LOGPROB_DIFFERENCE = 1e-5
-POOL_TOKENS = 256
-"""The device pools' size in tokens; a prompt may fill them."""
 MAX_RUNNING_REQUESTS = 4
 
 Answer = dict[str, Any]
@@ -30,7 +28,8 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the engine. `interval`: tokens between checkpoints, None for the one chosen from the model."""
+    """One way to run the engine. `pool_tokens`: of the device pools, which one prompt may fill; `interval`: tokens
+    between checkpoints, None for the one chosen from the model."""
 
     page_size: int = 16
     chunk: int = 512
@@ -40,6 +39,7 @@ class Case:
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
     interval: int | None = None
     host_ratio: float = 4.0
+    pool_tokens: int = 256
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "serial"
@@ -69,11 +69,11 @@ def make_engine(model: str, case: Case, storage_path: Path | None) -> Engine:
         EngineArgs(
             model_path=model,
             page_size=case.page_size,
-            max_total_tokens=POOL_TOKENS,
+            max_total_tokens=case.pool_tokens,
             swa_full_tokens_ratio=1.0,
             # Pools of one size with and without overlap, which takes a track slot more: the same compiled programs.
             max_recurrent_states=(4 if case.overlap else 5) * MAX_RUNNING_REQUESTS,
-            context_length=POOL_TOKENS + 16,
+            context_length=case.pool_tokens + 16,
             max_running_requests=MAX_RUNNING_REQUESTS,
             chunked_prefill_size=case.chunk,
             disable_overlap_schedule=not case.overlap,
@@ -85,13 +85,19 @@ def make_engine(model: str, case: Case, storage_path: Path | None) -> Engine:
 
 def ask(engine: Engine, prompt: list[int], num_new_tokens: int) -> Answer:
     """The answer with the log probability of every token of the vocabulary at each position."""
-    result: Answer = engine.generate(
-        input_ids=prompt,
+    (answer,) = ask_together(engine, [prompt], num_new_tokens)
+    return answer
+
+
+def ask_together(engine: Engine, prompts: list[list[int]], num_new_tokens: int) -> list[Answer]:
+    """The same for several prompts at once."""
+    answers: list[Answer] = engine.generate(
+        input_ids=prompts,
         sampling_params={"max_new_tokens": num_new_tokens, "ignore_eos": True},
         return_logprob=True,
         top_logprobs_num=engine.tokenizer.vocab_size,
     )
-    return result
+    return answers
 
 
 def random_prompt(rng: np.random.Generator, num_tokens: int) -> list[int]:

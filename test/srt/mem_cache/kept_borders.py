@@ -20,9 +20,10 @@ class KeptBorders:
     interval: int
     ends: list[int] = field(default_factory=list)
 
-    def add_end(self, num_tokens: int) -> None:
-        """A prompt or an answer ended after so many tokens."""
-        self.ends.append(num_tokens // self.page_size * self.page_size)
+    def add_answer(self, prompt_len: int, answer_len: int) -> None:
+        """A prompt of so many tokens was answered with so many, of which the last was never computed."""
+        for end in (prompt_len, prompt_len + answer_len - 1):
+            self.ends.append(end // self.page_size * self.page_size)
 
     def on_device(self, shared: int) -> int:
         """Tokens that a prompt which shares its first `shared` ones finds, while nothing has been evicted."""

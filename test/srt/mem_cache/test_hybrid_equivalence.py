@@ -1,27 +1,27 @@
 """Models with sliding windows and recurrent states answer the same, to the last log probability, from every tier.
 
-Every engine with a cache has its free device slots full of NaN whenever some are taken (`SlotPoison`), and how many
-tokens each tier served is compared with what `KeptBorders` works out.
+`equivalence_world` says how; here is what is asked, with the numbers of reused tokens that a person would expect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from equivalence_engine import (
-    POOL_TOKENS,
-    Answer,
-    Case,
-    ask,
-    assert_equal_answers,
-    make_engine,
-    random_prompt,
-    settle,
-    tiers,
+from equivalence_engine import Case, random_prompt
+from equivalence_world import (
+    TIERS,
+    Fork,
+    Turns,
+    World,
+    ask_at_once,
+    converse,
+    fork,
+    prompts_at_borders,
+    reuse_prompts,
 )
 from hybrid_models import (
     FULL_RECURRENT,
@@ -30,18 +30,14 @@ from hybrid_models import (
     KINDS,
     SWA_ONLY,
     HybridModel,
+    with_window,
 )
-from kept_borders import KeptBorders
-from slot_poison import SlotPoison
 
 from sgl_jax.srt.mem_cache.hicache.config import AsyncImpl, HostScheme, WritePolicy
-from sgl_jax_hicache.engine.engine import Engine
 
-NUM_NEW_TOKENS = 6
-NUM_REPEATS = 20
-BACK = WritePolicy.WRITE_THROUGH_AND_BACK
+THROUGH, BACK = WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_AND_BACK
 
-# One prompt after the other fills the host; windows and states must not be short of room there.
+# One prompt after the other fills the host: windows and states must not be short of room there.
 PLAIN = Case(interval=32, host_ratio=16.0)
 CASES = {
     SWA_ONLY: replace(PLAIN, interval=64, chunk=48),
@@ -51,93 +47,15 @@ CASES = {
 }
 
 
-class World:
-    """One model: its answers without any cache, and engines with one that start again on the same files."""
-
-    def __init__(self, model: HybridModel, folder: Path) -> None:
-        self.model = model
-        self._spec = model.spec(folder)
-        self._reference: dict[int, Engine] = {}
-
-    def close(self) -> None:
-        for engine in self._reference.values():
-            engine.shutdown()
-
-    def computed(
-        self, prompt: list[int], num_new_tokens: int = NUM_NEW_TOKENS, page_size: int = 16
-    ) -> Answer:
-        """What computing everything gives."""
-        if page_size not in self._reference:
-            case = Case(page_size=page_size)
-            self._reference[page_size] = make_engine(self._spec, case, None)
-        answer = ask(self._reference[page_size], prompt, num_new_tokens)
-        assert tiers(answer) == {"computed": len(prompt)}
-        return answer
-
-    def start(self, case: Case, storage_path: Path) -> Cached:
-        return Cached(self, case, storage_path, make_engine(self._spec, case, storage_path))
+def turned(case: Case) -> Case:
+    """The other policy and the other schedule."""
+    policy = BACK if case.policy is THROUGH else THROUGH
+    return replace(case, policy=policy, overlap=not case.overlap)
 
 
-class Cached:
-    """An engine with all three levels, whose answers are compared with computing."""
+class Worlds(dict[HybridModel, World]):
+    """One world for each model, made when it is first asked for."""
 
-    def __init__(self, world: World, case: Case, storage_path: Path, engine: Engine) -> None:
-        self.world = world
-        self.case = case
-        self.storage_path = storage_path
-        self.engine = engine
-        self.poison = SlotPoison(engine)
-
-    def __enter__(self) -> Cached:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.stop()
-
-    def kept(self) -> KeptBorders:
-        assert self.case.interval is not None
-        return KeptBorders(self.world.model, self.case.page_size, self.case.interval)
-
-    def expect(self, reference: Answer, prompt: list[int], tier: str, num_tokens: int) -> Answer:
-        """Ask for the reference's answer, of which so many prompt tokens come from that tier and no other."""
-        answer = ask(self.engine, prompt, len(reference["output_ids"]))
-        served = {tier: num_tokens} if num_tokens else {}
-        assert tiers(answer) == {**served, "computed": len(prompt) - num_tokens}
-        assert_equal_answers(answer, reference)
-        return answer
-
-    def forget_device(self) -> Cached:
-        """Compute something that takes every slot, once all copies have reached the host."""
-        settle(self.engine)
-        ask(self.engine, [255] * POOL_TOKENS, 1)
-        settle(self.engine)
-        return self
-
-    def forget_host(self) -> Cached:
-        """Leave everything to the files."""
-        assert self.engine.flush_cache()
-        return self
-
-    def restart(self) -> Cached:
-        """An engine in this one's place, which ends."""
-        self.stop()
-        return self.world.start(self.case, self.storage_path)
-
-    def stop(self) -> None:
-        assert self.engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[HybridModel, World]]:
-    """The worlds that tests of this module have entered, by model; see `world_of`."""
-    folder = tmp_path_factory.mktemp("models")
-    made = _Worlds(folder)
-    yield made
-    for world in made.values():
-        world.close()
-
-
-class _Worlds(dict[HybridModel, World]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -146,97 +64,68 @@ class _Worlds(dict[HybridModel, World]):
         return self[model]
 
 
-def prompts_at_borders(rng: np.random.Generator, page_size: int, pages: range) -> list[list[int]]:
-    lengths = [k * page_size + d for k in pages for d in (-1, 0, 1)]
-    return [random_prompt(rng, n) for n in lengths if n > 0]
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    made = Worlds(tmp_path_factory.mktemp("models"))
+    yield made
+    for world in made.values():
+        world.close()
 
 
-def reuse_from_every_tier(
-    world: World, case: Case, prompts: list[list[int]], folder: Path, num_repeats: int = 1
-) -> int:
-    """Every prompt computed, then from device, host, files and files after a restart; returns the answers compared."""
-    reference = [world.computed(prompt, page_size=case.page_size) for prompt in prompts]
-    below: list[int] = []
-    with world.start(case, folder) as cached:
-        for prompt, computed in zip(prompts, reference, strict=True):
-            kept = cached.kept()
-            kept.add_end(len(prompt))
-            kept.add_end(len(prompt) + NUM_NEW_TOKENS - 1)
-            below.append(kept.below(len(prompt) - 1))
-            cached.expect(computed, prompt, "device", 0)
-            cached.expect(computed, prompt, "device", kept.on_device(len(prompt) - 1))
-        for _ in range(num_repeats):
-            for prompt, computed, hit in zip(prompts, reference, below, strict=True):
-                cached.forget_device()
-                cached.expect(computed, prompt, "host", hit)
-                cached.expect(computed, prompt, "device", hit)
-            cached.forget_host()
-            for prompt, computed, hit in zip(prompts, reference, below, strict=True):
-                cached.expect(computed, prompt, "storage", hit)
-        kinds = {"full", *(["swa"] * world.model.slides), *(["state"] * world.model.has_states)}
-        assert {kind for kind, n in cached.poison.num_poisoned.items() if n} == kinds
-    with world.start(case, folder) as cached:
-        for prompt, computed, hit in zip(prompts, reference, below, strict=True):
-            cached.expect(computed, prompt, "storage", hit)
-    return len(prompts) * (3 + 3 * num_repeats)
+# A window of 40 is no multiple of the page and longer than it, one of 16 is a page, one of 8 is shorter.
+MODELS = (*KINDS, with_window(FULL_SWA, 16), with_window(SWA_ONLY, 8))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_prompts_at_page_borders(
+    model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Hits that end inside, at and beyond a window."""
+    case = CASES.get(model, PLAIN)
+    reuse_prompts(worlds[model], case, prompts_at_borders(rng, 16, range(1, 6)), tmp_path)
 
 
 @pytest.mark.parametrize("model", KINDS, ids=str)
-def test_prompts_at_page_borders(
-    model: HybridModel, worlds: dict[HybridModel, World], tmp_path: Path, rng: np.random.Generator
+def test_twenty_of_twenty(
+    model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """k pages less one token, k pages, k pages and a token: hits end inside, at and beyond a window of 40."""
-    case = CASES[model]
-    prompts = prompts_at_borders(rng, case.page_size, range(1, 6))
-    reuse_from_every_tier(worlds[model], case, prompts, tmp_path)
+    prompts = [random_prompt(rng, 80)]
+    reuse_prompts(worlds[model], turned(CASES[model]), prompts, tmp_path, num_repeats=20)
 
 
-@dataclass(frozen=True)
-class Turns:
-    """A conversation of three turns: tokens of the first prompt, of each answer and of each later question."""
-
-    first: int
-    answer: int
-    question: int
-
-
-SHORT_ANSWERS = Turns(45, 21, 13)
-LONG_ANSWERS = Turns(21, 75, 9)
-# What the next prompt finds of an answer: all its whole pages, or what lies before the last checkpoint.
-NEXT_TURNS = {
-    (SWA_ONLY, SHORT_ANSWERS): (64, 96),
-    (SWA_ONLY, LONG_ANSWERS): (80, 176),
-    (FULL_SWA, SHORT_ANSWERS): (64, 96),
-    (FULL_SWA, LONG_ANSWERS): (80, 176),
-    (FULL_RECURRENT, SHORT_ANSWERS): (48, 96),
-    (FULL_RECURRENT, LONG_ANSWERS): (48, 144),
-    (FULL_SWA_RECURRENT, SHORT_ANSWERS): (48, 96),
-    (FULL_SWA_RECURRENT, LONG_ANSWERS): (48, 144),
-}
-
-
-@pytest.mark.parametrize(("model", "turns"), NEXT_TURNS, ids=str)
+@pytest.mark.parametrize("model", [SWA_ONLY, FULL_SWA, FULL_RECURRENT], ids=str)
 def test_the_next_turn_resumes_in_the_last_answer(
-    model: HybridModel,
-    turns: Turns,
-    worlds: dict[HybridModel, World],
-    tmp_path: Path,
-    rng: np.random.Generator,
+    model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    world, case = worlds[model], replace(CASES[model], interval=48)
-    cached = world.start(case, tmp_path)
-    for tier, forget in (
-        ("device", lambda cached: cached),
-        ("host", Cached.forget_device),
-        ("storage", Cached.forget_host),
-        ("storage", Cached.restart),
-    ):
-        prompt = random_prompt(rng, turns.first)
-        answer = world.computed(prompt, turns.answer)
-        cached.expect(answer, prompt, tier, 0)
-        for hit in NEXT_TURNS[model, turns]:
-            prompt = [*prompt, *answer["output_ids"], *random_prompt(rng, turns.question)]
-            answer = world.computed(prompt, turns.answer)
-            cached = forget(cached)
-            cached.expect(answer, prompt, tier, hit)
-    cached.stop()
+    """At its last whole page if windows are all that matters, else at the last checkpoint, in short answers and in
+    answers longer than a window."""
+    case = replace(turned(CASES[model]), interval=48)
+    short = converse(worlds[model], case, Turns(45, 21, 13), rng, tmp_path)
+    long = converse(worlds[model], case, Turns(21, 75, 9), rng, tmp_path)
+    assert short == len(TIERS) * [[48, 96] if model.has_states else [64, 96]]
+    assert long == len(TIERS) * [[48, 144] if model.has_states else [80, 176]]
+
+
+@pytest.mark.parametrize("model", KINDS, ids=str)
+def test_a_prompt_that_leaves_a_cached_one_resumes_where_it_leaves(
+    model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """At the last page border, or the last checkpoint, that both share; also inside an answer."""
+    case = replace(CASES[model], interval=32)
+    forks = (Fork(200, 6, 160), Fork(200, 6, 150), Fork(40, 100, 100))
+    on_device, *below = fork(worlds[model], case, forks, rng, tmp_path)
+    second = 128 if model.has_states else 144
+    assert on_device == [160, second]
+    assert below == 3 * [[160, second, 96]]
+
+
+@pytest.mark.parametrize("model", [FULL_SWA], ids=str)
+def test_prompts_at_once_through_small_pools(
+    model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Chunks as long as the others leave room for, shared beginnings, evictions and loads under way."""
+    stems = [random_prompt(rng, 70) for _ in range(2)]
+    prompts = [[*stems[k % 2], *random_prompt(rng, 7 * k + 1)] for k in range(8)]
+    case = replace(CASES[model], chunk=64, interval=32)
+    served = ask_at_once(worlds[model], case, prompts, 3, tmp_path)
+    assert all(served[tier] > 0 for tier in ("device", "host", "storage", "computed"))
