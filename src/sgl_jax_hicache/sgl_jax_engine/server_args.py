@@ -39,7 +39,8 @@ class HiCacheServerArgs(ServerArgs):
         if self.page_size > 1 and not self.enable_mixed_chunk:
             self.enable_recurrent_extra_buffer = True
         ours: int | None = self.hicache.checkpoint_interval
-        theirs: int | None = self.recurrent_track_interval
+        engine_args: Any = self  # the engine's fields have no types that mypy sees
+        theirs: int | None = engine_args.recurrent_track_interval
         if ours is not None and theirs is not None and ours != theirs:
             raise HiCacheConfigError(
                 f"--hicache-checkpoint-interval {ours} and --recurrent-track-interval {theirs}: one interval is kept; "
@@ -48,7 +49,7 @@ class HiCacheServerArgs(ServerArgs):
         if theirs is not None:
             self.hicache = dataclasses.replace(self.hicache, checkpoint_interval=theirs)
         elif self.enable_recurrent_extra_buffer:
-            self.recurrent_track_interval = ours
+            engine_args.recurrent_track_interval = ours
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
