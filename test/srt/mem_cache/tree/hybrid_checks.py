@@ -96,8 +96,9 @@ def _check_locks(world: HybridWorld, nodes: Iterable[Placed]) -> None:
             locks = component.data(placed.node).device_lock
             wanted = want.get((placed.node, component.kind), 0)
             assert locks == wanted, f"{component.kind} of {placed.node!r}: {locks} locks, {wanted}"
-            if wanted:
-                assert component.data(placed.node).device_slots is not None
+            # A request that goes on from its own running state keeps the place of one, too.
+            if wanted and component.kind is not STATE:
+                assert component.data(placed.node).device_slots is not None, f"{placed.node!r}"
 
 
 def window_tokens(world: HybridWorld) -> int:

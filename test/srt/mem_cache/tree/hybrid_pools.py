@@ -33,17 +33,39 @@ _STATE_DIMS = RecurrentDims(
 
 @dataclass(frozen=True)
 class Mix:
-    """The kinds of layers of a model. `window`: tokens that a sliding layer sees, None without such layers."""
+    """The kinds of layers of a model. `window`: tokens that a sliding layer sees, None without such layers. Without
+    `full`, the Full slots are names only."""
 
     full: bool = True
     window: int | None = None
     states: bool = False
 
     @property
+    def slides(self) -> bool:
+        """True if some layers have a window."""
+        return self.window is not None
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers are recurrent."""
+        return self.states
+
+    @property
     def kinds(self) -> tuple[ComponentKind, ...]:
         """The components that its tree has."""
         has = {FULL: True, SWA: self.window is not None, STATE: self.states}
         return tuple(kind for kind, there in has.items() if there)
+
+
+WINDOW = 10  # no multiple of a page of 4 tokens
+MIXES = {
+    "full": Mix(),
+    "full-swa": Mix(window=WINDOW),
+    "full-recurrent": Mix(states=True),
+    "full-swa-recurrent": Mix(window=WINDOW, states=True),
+    "swa-only": Mix(full=False, window=WINDOW),
+}
+HYBRIDS = {name: mix for name, mix in MIXES.items() if len(mix.kinds) > 1}
 
 
 def chain_start(extra_key: str | None) -> int:
@@ -129,7 +151,9 @@ class DevicePools:
         values = self.expected(kind, numbers)
         for first in range(0, len(rows), _ROWS_PER_WRITE):
             part = slice(first, first + _ROWS_PER_WRITE)
-            index = np.zeros(_ROWS_PER_WRITE, np.int32)  # one shape; what is left goes to the sentinel
+            index = np.zeros(
+                _ROWS_PER_WRITE, np.int32
+            )  # one shape; what is left goes to the sentinel
             index[: len(rows[part])] = rows[part]
             padded = np.zeros((_ROWS_PER_WRITE, values.shape[1]), np.float32)
             padded[: len(rows[part])] = values[part]

@@ -239,7 +239,11 @@ class HybridWorld:
         interval = self.cache.checkpoint_interval
         if interval and (prefix_len + 1) % interval == 0:
             req.fill_ids = req.all_token_ids[: prefix_len + 1]
+            req.output_ids.append(
+                token
+            )  # the next one is sampled by the time that pages are handed over
             self.cache.cache_unfinished_req(req)
+            req.output_ids.pop()
         return True
 
     def finish(self, req: Req, *, is_insert: bool = True) -> None:

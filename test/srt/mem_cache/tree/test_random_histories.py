@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import pytest
@@ -39,7 +38,7 @@ KINDS = {
     "full-swa-recurrent": Mix(window=10, states=True),
     "swa-only": Mix(full=False, window=10),
 }
-STEPS_OF_ONE_HISTORY = 40
+STEPS_OF_ONE_HISTORY = 50
 
 # Prompts begin like one of these; the first two share their first 14 tokens.
 STEMS = [
@@ -48,13 +47,14 @@ STEMS = [
     [*range(200, 240)],
 ]
 PROMPTS = st.builds(
-    lambda stem, cut, tail, repeat: STEMS[stem][:cut] + [300 + tail] * repeat,
+    lambda stem, cut, tail: STEMS[stem][:cut] + tail,
     st.integers(0, 2),
-    st.integers(0, 40),
-    st.integers(0, 1),
-    st.integers(1, 6),
+    st.sampled_from([40, 33, 32, 28, 23, 16, 12, 9, 0]),
+    st.sampled_from([[300], [301], [300, 302], [303] * 5, [304] * 8]),
 )
-EXTRA_KEYS = st.sampled_from([None, None, "tenant"])
+EXTRA_KEYS = st.sampled_from([None, None, None, "tenant"])
+CHUNKS = st.sampled_from([64, 16, 9, 4])
+TROUBLES = ["lost", "damaged", "refuse_sets", "raises", "none"]
 CHOICE = st.integers(0, 99)  # of whatever there is, modulo its number
 
 
@@ -67,15 +67,18 @@ class History(RuleBasedStateMachine):
         self._figures = figures
         self.world: HybridWorld
         self.waiting: list[Req] = []
+        self.served: list[tuple[list[int], str | None]] = []
 
     @initialize(
-        window=st.sampled_from([1, 3, 4, 5, 10]),
-        interval=st.sampled_from([4, 8, 16]),
-        ratio=st.sampled_from([0.2, 0.5, 2.0]),
+        window=st.sampled_from([10, 5, 4, 3, 1]),
+        interval=st.sampled_from([8, 4, 16]),
+        ratio=st.sampled_from([0.5, 0.2, 2.0]),
         policy=st.sampled_from(WritePolicy),
         storage=st.sampled_from([StorageKind.FILE, StorageKind.FILE, StorageKind.NONE]),
         track_slots=st.sampled_from([1, 2]),
         is_slab=st.booleans(),
+        is_late=st.booleans(),
+        first=st.lists(PROMPTS, max_size=3),
     )
     def start(
         self,
@@ -86,7 +89,10 @@ class History(RuleBasedStateMachine):
         storage: StorageKind,
         track_slots: int,
         is_slab: bool,
+        is_late: bool,
+        first: list[list[int]],
     ) -> None:
+        """`is_late`: transfers end when `let_jobs_run` says so, else at once."""
         mix = self._mix
         settings = Settings(
             mix if mix.window is None else Mix(mix.full, window, mix.states),
@@ -101,14 +107,44 @@ class History(RuleBasedStateMachine):
             storage=storage,
             scheme=HostScheme.SLAB if is_slab and ratio == 0.5 else HostScheme.PER_BLOCK,
         )
+        self._is_late = is_late
         self.world = self._new_world(settings, Shelves())
+        for prompt in first:
+            self.serve(prompt, None, 64, num_output=9)
 
     def _new_world(self, settings: Settings, shelves: Shelves) -> HybridWorld:
         world = HybridWorld(settings, shelves=shelves)
-        world.executor.auto = False
+        world.executor.auto = not self._is_late
         return world
 
     # -- requests ----------------------------------------------------------------------------------------------------
+
+    @rule(prompt=PROMPTS, extra_key=EXTRA_KEYS, chunk=CHUNKS, num_output=st.integers(0, 20))
+    def serve(self, prompt: list[int], extra_key: str | None, chunk: int, num_output: int) -> None:
+        """A whole request, as far as there is room for it."""
+        req = self.world.arrive(prompt, extra_key)
+        self.world.finish_loads()
+        self.world.await_prefetch(req)
+        if self._admit(req):
+            while not self._is_computed(req) and self.world.extend(req, chunk):
+                check(self.world)
+            while self._is_computed(req) and num_output and self.world.decode(req, 400):
+                num_output -= 1
+            self._end_running(req, insert=True)
+
+    @rule(which=CHOICE, num_shared=st.sampled_from([60, 40, 32, 24, 15, 9]), chunk=CHUNKS)
+    def go_on(self, which: int, num_shared: int, chunk: int) -> None:
+        """A prompt that begins with one that was served, and its answer."""
+        if self.served:
+            tokens, extra_key = self.served[which % len(self.served)]
+            self.serve([*tokens[:num_shared], 500], extra_key, chunk, num_output=3)
+
+    @rule(which=CHOICE, num_shared=st.sampled_from([60, 40, 32, 24, 15, 9]))
+    def go_on_from_below(self, which: int, num_shared: int) -> None:
+        """The same, after the device has lost all that nobody keeps."""
+        self.world.evict(full=10**6)
+        self.let_jobs_run(0, 100)
+        self.go_on(which, num_shared, 64)
 
     @precondition(lambda self: len(self.waiting) < 4)
     @rule(prompt=PROMPTS, extra_key=EXTRA_KEYS, prefetch=st.booleans())
@@ -119,11 +155,28 @@ class History(RuleBasedStateMachine):
     @rule(which=CHOICE)
     def admit(self, which: int) -> None:
         req = self.waiting[which % len(self.waiting)]
-        if not self.world.cache.prefetch_ready(req.rid):
-            return
-        self._look_up(req.all_token_ids[:-1], req.extra_key)
-        if self.world.admit(req):
+        if self.world.cache.prefetch_ready(req.rid) and self._admit(req):
             self.waiting.remove(req)
+
+    @precondition(lambda self: self.world.admitted)
+    @rule(which=CHOICE, num_tokens=st.sampled_from([40, 16, 9, 4, 1]))
+    def compute(self, which: int, num_tokens: int) -> None:
+        req = self._running(which)
+        if not self._is_computed(req):
+            self.world.extend(req, num_tokens)
+        for _ in range(num_tokens):
+            if self._is_computed(req) and req.num_tokens < 60:
+                self.world.decode(req, 400 + num_tokens % 2)
+
+    @precondition(lambda self: self.world.admitted)
+    @rule(which=CHOICE, how=st.sampled_from(["insert", "drop", "retract"]))
+    def end(self, which: int, how: str) -> None:
+        req = self._running(which)
+        if how == "retract":
+            self.world.retract(req)
+            self.waiting.append(req)
+        else:
+            self._end_running(req, insert=how == "insert")
 
     @precondition(lambda self: self.waiting)
     @rule(which=CHOICE)
@@ -131,120 +184,101 @@ class History(RuleBasedStateMachine):
         req = self.waiting.pop(which % len(self.waiting))
         self.world.cache.release_prefetch(req.rid)
 
-    @precondition(lambda self: self.world.admitted)
-    @rule(which=CHOICE, num_tokens=st.integers(1, 24))
-    def compute(self, which: int, num_tokens: int) -> None:
-        req = self._running(which)
-        if len(req.prefix_indices) < req.num_tokens and not req.output_ids:
-            self.world.extend(req, num_tokens)
-        elif req.kv_committed_len == req.num_tokens < 60:
-            self.world.decode(req, 400 + num_tokens % 2)
-        else:
-            self.world.extend(req, num_tokens)  # after a retraction
-
-    @precondition(lambda self: self.world.admitted)
-    @rule(which=CHOICE, insert=st.booleans())
-    def finish(self, which: int, insert: bool) -> None:
-        req = self._running(which)
-        computed = req.kv_committed_len > 0 and not req.prefilling
-        self.world.finish(req, is_insert=insert and computed)
-        self.world.cache.release_prefetch(req.rid)
-
-    @precondition(lambda self: self.world.admitted)
-    @rule(which=CHOICE)
-    def retract(self, which: int) -> None:
-        req = self._running(which)
-        self.world.retract(req)
-        self.waiting.append(req)
-
     @rule(prompt=PROMPTS, extra_key=EXTRA_KEYS)
     def look_up(self, prompt: list[int], extra_key: str | None) -> None:
-        self._look_up(prompt, extra_key)
-
-    def _look_up(self, prompt: list[int], extra_key: str | None) -> None:
         want = Dictionary(self.world).usable(prompt, extra_key)
         assert self.world.match(prompt, extra_key) == want
+
+    def _admit(self, req: Req) -> bool:
+        self.look_up(req.all_token_ids[:-1], req.extra_key)
+        is_admitted = self.world.admit(req)
+        check(self.world)  # before what was loaded is in place
+        return is_admitted
 
     def _running(self, which: int) -> Req:
         return self.world.admitted[which % len(self.world.admitted)]
 
-    # -- the device --------------------------------------------------------------------------------------------------
+    @staticmethod
+    def _is_computed(req: Req) -> bool:
+        return req.kv_committed_len == req.num_tokens
+
+    def _end_running(self, req: Req, *, insert: bool) -> None:
+        self.served.append((req.all_token_ids, req.extra_key))
+        self.world.finish(req, is_insert=insert and self._is_computed(req))
+        self.world.cache.release_prefetch(req.rid)
+
+    # -- tiers -------------------------------------------------------------------------------------------------------
 
     @rule(full=st.integers(0, 24), swa=st.integers(0, 24), states=st.integers(0, 3))
     def evict(self, full: int, swa: int, states: int) -> None:
         self.world.evict(full=full, swa=swa, states=states)
 
-    # -- transfers ---------------------------------------------------------------------------------------------------
-
     @rule()
-    def poll(self) -> None:
+    def clear_device(self) -> None:
+        self.world.evict(full=10**6)
+
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.5, 6.0]))
+    def poll(self, seconds: float) -> None:
         self.world.finish_loads()
+        self.world.now_s += seconds
         self.world.cache.check_hicache_events()
 
     @precondition(lambda self: self.world.executor.jobs)
-    @rule(which=CHOICE, num_jobs=st.integers(1, 4))
+    @rule(which=CHOICE, num_jobs=st.sampled_from([1, 3, 100]))
     def let_jobs_run(self, which: int, num_jobs: int) -> None:
         jobs = self.world.executor.jobs
         for _ in range(min(num_jobs, len(jobs))):
             self.world.executor.run_one(which % len(jobs))
+        self.world.finish_loads()
+        self.world.cache.check_hicache_events()
 
-    @rule(num_jobs=st.integers(0, 3))
-    def fail_the_next_jobs(self, num_jobs: int) -> None:
+    @precondition(lambda self: self.world.executor.auto or self.world.executor.jobs)
+    @rule(num_jobs=st.integers(1, 3))
+    def transfers_fail(self, num_jobs: int) -> None:
         self.world.executor.fail_next = ["injected"] * num_jobs
 
-    @rule(seconds=st.sampled_from([0.3, 1.5, 6.0]))
-    def wait(self, seconds: float) -> None:
-        self.world.now_s += seconds
-
-    # -- storage -----------------------------------------------------------------------------------------------------
-
     @precondition(lambda self: self.world.tree.has_storage)
-    @rule(kind=CHOICE, trouble=st.sampled_from(["refuse_sets", "raises", None]))
-    def storage_has_trouble(self, kind: int, trouble: str | None) -> None:
-        shelf = self._shelf(kind)
-        shelf.heal()
-        if trouble is not None:
-            setattr(shelf, trouble, True)
-
-    @precondition(lambda self: self.world.tree.has_storage)
-    @rule(kind=CHOICE, which=CHOICE, damage=st.booleans())
-    def a_page_is_lost(self, kind: int, which: int, damage: bool) -> None:
-        shelf = self._shelf(kind)
+    @rule(kind=CHOICE, which=CHOICE, what=st.sampled_from(TROUBLES))
+    def storage_has_trouble(self, kind: int, which: int, what: str) -> None:
+        kinds = self.world.settings.mix.kinds
+        shelf = self.world.shelf(kinds[kind % len(kinds)])
         keys = sorted(shelf.pages)
-        if keys and damage:
-            shelf.damaged.add(keys[which % len(keys)])
-        elif keys:
-            shelf.delete([keys[which % len(keys)]])
+        key = keys[which % len(keys)] if keys else None
+        if what == "none":
+            shelf.heal()
+        elif what == "damaged" and key is not None:
+            shelf.damaged.add(key)
+        elif what == "lost" and key is not None:
+            shelf.delete([key])
+        elif what in ("refuse_sets", "raises"):
+            setattr(shelf, what, True)
 
-    @precondition(lambda self: self.world.tree.has_storage)
+    # -- the end, and a new beginning --------------------------------------------------------------------------------
+
     @rule()
     def flush(self) -> None:
         self.world.finish_loads()
         self.world.cache.flush_to_storage(10.0)
 
-    def _shelf(self, which: int) -> Any:
-        kinds = self.world.settings.mix.kinds
-        return self.world.shelf(kinds[which % len(kinds)])
-
-    # -- the end, and a new beginning --------------------------------------------------------------------------------
-
     @precondition(lambda self: not self.world.admitted)
-    @rule()
-    def rest(self) -> None:
+    @rule(forget=st.sampled_from([False, False, False, True]))
+    def rest(self, forget: bool) -> None:
+        if forget:
+            self.world.reset()
+            check(self.world)
         check_at_rest(self.world)
 
-    @precondition(lambda self: not self.world.admitted)
-    @rule()
-    def reset(self) -> None:
-        self.world.reset()
-
-    @rule(killed=st.booleans())
-    def restart(self, killed: bool) -> None:
-        if not killed:
+    @rule(how=st.sampled_from(["in order", "killed", "not", "not"]), which=CHOICE)
+    def restart(self, how: str, which: int) -> None:
+        if how == "not":
+            return
+        if how == "in order":
+            self.flush()
             self._end()
         old, self.waiting = self.world, []
         self.world = self._new_world(old.settings, old.shelves)
         self.world.sequences = old.sequences
+        self.go_on(which, 60, 64)
 
     @invariant()
     def everything_is_right(self) -> None:
@@ -258,6 +292,8 @@ class History(RuleBasedStateMachine):
 
     def _end(self) -> None:
         self.world.executor.fail_next = []
+        for shelf in self.world.shelves.by_namespace.values():
+            shelf.heal()
         while self.world.admitted:
             self.world.finish(self.world.admitted[0], is_insert=False)
         for req in self.waiting:
@@ -265,9 +301,7 @@ class History(RuleBasedStateMachine):
         check_at_rest(self.world)
 
 
-def run_histories(
-    mix: Mix, seed: int, num_histories: int, figures: Figures | None = None
-) -> None:
+def run_histories(mix: Mix, seed: int, num_histories: int, figures: Figures | None = None) -> None:
     settings = hypothesis.settings(
         max_examples=num_histories,
         stateful_step_count=STEPS_OF_ONE_HISTORY,
