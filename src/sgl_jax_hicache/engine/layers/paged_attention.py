@@ -111,6 +111,8 @@ def attend(
         if window is not None:
             seen = seen & (key_pos[None, None, :] > query_pos[:, :, None] - window)
             written = written & (key_pos[None, :] >= oldest[:, None])
+            # Padding rows stand at position 0, whose page may be anybody's by now; they see nothing.
+            seen = seen & written[:, None, :]
         values = jnp.where(written[:, :, None, None], values, 0.0)
         # A column of ones makes the product sum the weights too, in the order of the values.
         values = jnp.concatenate([values, jnp.ones((*values.shape[:3], 1))], axis=-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .types import ComponentKind, PageLayout
 
 SHORTEST_INTERVAL_TOKENS = 32
-LONGEST_INTERVAL_TOKENS = 4096
+LONGEST_INTERVAL_TOKENS = 2048
 """Bounds of the interval that is chosen when none is given."""
 
 TAIL_SLACK = 1.25
