@@ -18,7 +18,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..engine_args import ArgumentError
-from .protocol import BoundedProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,12 +40,15 @@ class Server(uvicorn.Server):
         app: ASGIApp,
         deadline_s: float,
         log_level: str = "warning",
-        protocol: type[BoundedProtocol] = BoundedProtocol,
+        protocol: type[asyncio.Protocol] | None = None,
     ) -> None:
+        # Imported late: `bind` is wanted before anything that takes long to import.
+        from .protocol import BoundedProtocol
+
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,
+                http=protocol or BoundedProtocol,
                 log_config=None,  # its lines go where all others go, in their format
                 log_level=log_level,
                 access_log=log_level == "debug",

@@ -79,8 +79,10 @@ def test_decode_writes_the_same_kv_as_prefill(name: str) -> None:
     sampled = h.generate(ids, 20, decoded)
     prefilled = h.new(100, idx=1)
     h.extend(prefilled, ids + sampled[:-1])
+    # On some processors the products of MLA's absorbed decode sum in another order than those of its prefill.
+    tolerance = 1e-5 if name == "tiny-mla" else 0.0
     for mine, other in zip(h.kv(decoded, 0, 89), h.kv(prefilled, 0, 89), strict=True):
-        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_allclose(mine, other, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)

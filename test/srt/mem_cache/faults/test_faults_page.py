@@ -26,7 +26,7 @@ def rows() -> list[list[str]]:
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
     ]
-    return [row for row in cells if row[-1] not in ("test", "---")]
+    return [row for row in cells if row[0][:1].isdigit()]
 
 
 def test_every_test_that_the_page_names_exists() -> None:
@@ -41,5 +41,5 @@ def test_every_fault_has_a_test_or_a_reason() -> None:
     for row in table:
         has_test = "`test_" in row[-1]
         assert has_test or "cannot occur" in row[-2], row
-    numbers = [n for row in table if len(row) == 4 for n in row[0].split(", ")]
+    numbers = [n for row in table for n in row[0].split(", ")]
     assert len(numbers) == len(set(numbers)) > 80

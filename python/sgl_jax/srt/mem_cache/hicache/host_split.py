@@ -83,7 +83,7 @@ def companion_pages(
     pages = {ComponentKind.FULL: full_pages}
     if ComponentKind.SWA in layouts:
         share = math.floor(full_pages * checkpoints.window_share)
-        pages[ComponentKind.SWA] = max(share, checkpoints.window_pages, 1)
+        pages[ComponentKind.SWA] = max(share, checkpoints.window_pages + 1)
     if ComponentKind.RECURRENT in layouts:
         pages[ComponentKind.RECURRENT] = max(
             math.floor(full_pages * checkpoints.states_per_page), 2

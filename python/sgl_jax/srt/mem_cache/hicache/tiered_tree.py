@@ -160,7 +160,7 @@ class TieredTree:
         later cuts of it find the lock on both sides.
         """
         for component in self.components:
-            if component.reach:
+            if component.reach and component is not self.recurrent:  # a state's lock is one node's
                 self._cut_before(node, component.reach * self._page_size)
         num_locked = [component.lock(node) for component in self.components]
         return num_locked[0]
