@@ -163,12 +163,14 @@ class HybridWorld:
         return req
 
     def await_prefetch(self, req: Req) -> None:
-        """Until the request need not wait for its pages."""
+        """Until the request need not wait for its pages: they are there, or, where others that wait hold the room for
+        them, the deadline is over."""
         for _ in range(100):
             self.cache.check_hicache_events()
             if self.cache.prefetch_ready(req.rid):
                 return
-            self.cache.wait_events(1.0)
+            if not self.cache.wait_events(1.0):
+                self.now_s += 1.0
         raise AssertionError("the prefetch does not end")
 
     def admit(self, req: Req) -> bool:

@@ -319,7 +319,7 @@ def run_histories(mix: Mix, seed: int, num_histories: int, figures: Figures | No
 
 @pytest.mark.parametrize("name", KINDS)
 def test_random_histories(name: str, seed: int) -> None:
-    run_histories(KINDS[name], seed, num_histories=2)
+    run_histories(KINDS[name], seed, num_histories=8)
 
 
 @pytest.mark.soak

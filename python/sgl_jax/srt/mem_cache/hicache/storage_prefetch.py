@@ -186,9 +186,9 @@ class StoragePrefetch:
             if wanted and held and held + num_found > self._arrivals.host_share(HELD_SHARE):
                 return
             self._parked.popleft()
-            if wanted:
-                self._held_pages[prefetch] = num_found
             self._fetch_or_end(prefetch)
+            if prefetch.chunks:
+                self._held_pages[prefetch] = num_found
 
     def _fetch_or_end(self, prefetch: Prefetch) -> None:
         """Read what the request can use and nobody has; nothing of that: its prefetch has ended."""
