@@ -228,7 +228,7 @@ def _plan(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> Plan:
     if min(args.ratios) <= 0 or min((args.page_size, *args.intervals)) < 1:
         raise argparse.ArgumentTypeError("--ratios, --intervals and --page-size must be above 0")
     return Plan(
-        args.l1_blocks or max(round(L1_BLOCKS * scale), longest + 1),
+        args.l1_blocks or max(round(L1_BLOCKS * scale), 2 * longest),
         args.l3_blocks or round(L3_BLOCKS * scale),
         args.page_size,
         models,

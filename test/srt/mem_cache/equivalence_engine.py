@@ -105,6 +105,11 @@ def random_prompt(rng: np.random.Generator, num_tokens: int) -> list[int]:
     return [int(token) for token in rng.integers(3, 250, num_tokens)]
 
 
+def random_words(rng: np.random.Generator, num_tokens: int) -> list[int]:
+    """Tokens of a large vocabulary that are whole words or large parts of one."""
+    return [int(token) for token in rng.integers(1_000, 40_000, num_tokens)]
+
+
 def distributions(result: Answer) -> np.ndarray:
     """float64[num_new_tokens, vocab] log probabilities, ordered by token id."""
     rows = result["meta_info"]["output_top_logprobs"]

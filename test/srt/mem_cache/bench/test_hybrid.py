@@ -228,7 +228,7 @@ def test_a_short_run_prints_and_writes_its_report(
     assert "hybrid hit tokens" in capsys.readouterr().out
     text = (out / "hybrid_bench.md").read_text()
     assert "| 4 | full |" in text
-    assert "| 4 | full+recurrent, GDN | 3584 |" in text
+    assert "| 4 | full+recurrent, GDN | 2048 |" in text
     for name in ("hybrid-ratio.png", "hybrid-interval.png"):
         assert f"({name})" in text
         assert (out / name).read_bytes().startswith(b"\x89PNG")

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from .types import ComponentKind, PageLayout
 
 SHORTEST_INTERVAL_TOKENS = 32
-LONGEST_INTERVAL_TOKENS = 2048
-"""Bounds of the interval that is chosen when none is given."""
+LONGEST_INTERVAL_TOKENS = 4096
+LONGEST_STATE_INTERVAL_TOKENS = 2048
+"""Bounds of the interval that is chosen when none is given. With recurrent states it is shorter: windows are also kept
+at the end of every prompt, states are not, so a long interval costs such models more of their hits."""
 
 TAIL_SLACK = 1.25
 """Windows and states beside those of the checkpoints: every prompt and answer ends somewhere in between."""
@@ -56,13 +58,14 @@ def choose_interval(
         full_bytes < page_size
     ):  # only names (see `pool_buffers`): the windows are all there is, every one is kept
         return max(window_pages, 1) * page_size
-    checkpoint_bytes = 0
+    checkpoint_bytes, longest = 0, LONGEST_INTERVAL_TOKENS
     if ComponentKind.SWA in layouts:
         checkpoint_bytes += window_pages * layouts[ComponentKind.SWA].page_bytes
     if ComponentKind.RECURRENT in layouts:
         checkpoint_bytes += layouts[ComponentKind.RECURRENT].page_bytes
+        longest = LONGEST_STATE_INTERVAL_TOKENS
     tokens = math.ceil(checkpoint_bytes / full_bytes) * page_size
-    bounded = min(max(tokens, SHORTEST_INTERVAL_TOKENS), LONGEST_INTERVAL_TOKENS)
+    bounded = min(max(tokens, SHORTEST_INTERVAL_TOKENS), longest)
     return -(-bounded // page_size) * page_size
 
 
