@@ -73,13 +73,14 @@ class HostArrivals:
         page_keys: Mapping[int, PageKey],
     ) -> bool:
         tree, page_bytes = self._tree, self._tree.codec.page_bytes
-        first, end = pages[0], pages[-1] + 1
+        end = pages[-1] + 1
         path = tree.path_of(namespace, key[: end * page_bytes])
         have = sum(node.num_tokens for node in path) // tree.codec.page_size
-        if have < first:
+        # Pages that came meanwhile may lie anywhere among these: what is new is told by its number.
+        known = sum(page < have for page in pages)
+        if len(pages) - known != end - have:
             tree.tiers.give_up(tree.full.kind, host_pages)
             return False
-        known = have - first
         tree.tiers.give_up(tree.full.kind, host_pages[:known])
         if have < end:
             parent = path[-1] if path else tree.tree.root
