@@ -54,9 +54,8 @@ def choose_interval(
     """The interval, in tokens, at which a checkpoint's window and state take as many bytes as the Full pages between
     two of them, within bounds and in whole pages."""
     full_bytes = layouts[ComponentKind.FULL].page_bytes
-    if (
-        full_bytes < page_size
-    ):  # only names (see `pool_buffers`): the windows are all there is, every one is kept
+    # Only names (see `pool_buffers`): the windows are all there is, every one is kept.
+    if full_bytes < page_size:
         return max(window_pages, 1) * page_size
     checkpoint_bytes, longest = 0, LONGEST_INTERVAL_TOKENS
     if ComponentKind.SWA in layouts:

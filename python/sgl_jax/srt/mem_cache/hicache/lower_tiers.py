@@ -2,7 +2,7 @@
 
 The tree asks the components what should move (their hooks) and hands the plans to this module, which allocates host
 pages, evicts others to make room, submits transfers to the controller and, when they are settled, tells the tree which
-nodes changed. Scheduler thread only; nothing here blocks except `load`, which waits for its own pages.
+nodes changed. Scheduler thread only; nothing here blocks except `wait_loads`.
 """
 
 from __future__ import annotations
