@@ -398,7 +398,7 @@ class UnifiedRadixCache:
 
     def shutdown(self, deadline_s: float) -> bool:
         """Stop the workers; False if one did not end in time. What is in storage is complete at every moment."""
-        return not self.hicache_enabled or self._tree.tiers.controller.shutdown(deadline_s)
+        return not self.hicache_enabled or self._tree.tiers.shutdown(deadline_s)
 
     def sanity_check(self) -> None:
         """`check_invariants` under the engine's name."""

@@ -730,6 +730,24 @@ def test_a_hung_read_does_not_keep_a_flush_from_writing() -> None:
     assert world.cache.shutdown(30.0)
 
 
+def test_what_ended_before_a_shutdown_is_in_the_metrics() -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf)
+    world.run(tokens(33), prefetch=False)
+    world.executor.run_all()  # the backup
+    world.cache.check_hicache_events()
+    world.executor.run_all()  # the store; nothing polls after it
+    assert len(stored_keys(shelf)) == 8
+
+    def num_written() -> float | None:
+        labels = {"component": "full", "outcome": "written"}
+        return world.registry.get_sample_value("sglang:hicache_storage_writes_total", labels)
+
+    assert num_written() == 0
+    assert world.cache.shutdown(1.0)
+    assert num_written() == 8
+
+
 def test_queued_requests_do_not_push_out_each_others_pages() -> None:
     shelf: dict = {}
     prompts = [tokens(65, 1000 * i) for i in range(1, 7)]

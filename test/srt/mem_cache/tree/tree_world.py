@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import (
     Completion,
@@ -226,6 +227,7 @@ class World:
         if async_impl is not None:
             executor = create_executor(async_impl.value)
         self.executor = executor if executor is not None else ManualExecutor()
+        self.registry = CollectorRegistry()
         self.pool = FakePool(device_pages * page_size, page_size)
         self.allocator = PagedTokenToKVPoolAllocator(device_pages * page_size, page_size, self.pool)
         self.table = ReqToTokenPool(8, CONTEXT_LEN)
@@ -245,6 +247,7 @@ class World:
             is_eagle=is_eagle,
             disable=disable,
             executor=self.executor,
+            registry=self.registry,
             storage_factories=storage_factories or {"file": self._open_shelf},
             clock=clock,
         )

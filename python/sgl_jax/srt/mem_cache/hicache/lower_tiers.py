@@ -238,6 +238,12 @@ class LowerTiers:
         self.controller.report(self._metrics)
         return settlement
 
+    def shutdown(self, deadline_s: float) -> bool:
+        """Stop the workers; False if one did not end in time. What ended by then is settled and in the metrics."""
+        ended = self.controller.shutdown(deadline_s)
+        self.settle()
+        return ended
+
     def _settle_backup(
         self, component: TreeComponent, result: TransferResult, settlement: Settlement
     ) -> None:

@@ -191,6 +191,7 @@ class KeptBound(FolderBound):
                 self._settle(usage)
                 usage.promised.pop(self._ledger.me, None)
                 self._left = 0
+                self._show()
         except FileNotFoundError:
             return
         except OSError as error:
