@@ -55,8 +55,14 @@ class Demo:
     """Runs the servers and the script, and shows progress on the console."""
 
     def __init__(
-        self, model: str, storage_path: Path, answer_tokens: int, console: Console
+        self,
+        model: str,
+        storage_path: Path,
+        answer_tokens: int,
+        console: Console,
+        port: int = 0,
     ) -> None:
+        self._port = port
         self._storage_path = storage_path
         self._answer_tokens = answer_tokens
         self._console = console
@@ -96,7 +102,7 @@ class Demo:
         with self._progress() as progress:
             task = progress.add_task(title, total=len(script), step="starting the server")
             with (
-                ServerProcess((*self._common, *flags), self._log_path) as server,
+                ServerProcess((*self._common, *flags), self._log_path, port=self._port) as server,
                 closing(ChatClient(server.url)) as client,
             ):
                 for record in play(client, script, self._answer_tokens):
@@ -127,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         storage_path = arguments.storage_path or Path(temporary)
         storage_path.mkdir(parents=True, exist_ok=True)
         try:
-            findings = Demo(arguments.model, storage_path, arguments.answer_tokens, console).run()
+            findings = Demo(
+                arguments.model, storage_path, arguments.answer_tokens, console, arguments.port
+            ).run()
         except ServerFailedError as error:
             console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
             return 2
@@ -165,6 +173,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--storage-path",
         type=Path,
         help="folder for the pages and the server's log (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="port of the servers, one after the other, for a Prometheus that looks on (default 0: any free one)",
     )
     parser.add_argument("--answer-tokens", type=int, default=16, help="longest answer (default 16)")
     parser.add_argument(

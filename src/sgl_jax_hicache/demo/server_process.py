@@ -27,7 +27,8 @@ class ServerFailedError(RuntimeError):
 class ServerProcess:
     """The launcher with the given flags, as a context manager that leaves nothing behind.
 
-    Its output is appended to `log_path`. The process leads a session of its own, so that a kill takes all of it.
+    Its output is appended to `log_path`. It listens on `port`; 0 takes any free one. The process leads a session of its
+    own, so that a kill takes all of it.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class ServerProcess:
         log_path: Path,
         start_timeout_s: float = 180.0,
         launch: Sequence[str] = LAUNCH,
+        port: int = 0,
     ) -> None:
-        self.port = _free_port()
+        self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_path = log_path
         self._start_timeout_s = start_timeout_s

@@ -226,6 +226,15 @@ def test_a_server_is_waited_for_and_killed(tmp_path: Path) -> None:
     assert "listening" in log.read_text()
 
 
+def test_the_next_server_takes_the_port_of_the_one_that_was_killed(tmp_path: Path) -> None:
+    launch = (sys.executable, "-c", SERVER)
+    with ServerProcess([], tmp_path / "log", 30.0, launch=launch) as first:
+        port = first.port
+    with ServerProcess([], tmp_path / "log", 30.0, launch=launch, port=port) as second:
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    assert second.port == port
+
+
 def test_a_server_that_ends_shows_its_last_words(tmp_path: Path) -> None:
     launch = (sys.executable, "-c", "import sys; print('no such model'); sys.exit(2)")
     with (
