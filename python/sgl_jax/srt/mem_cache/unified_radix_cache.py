@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .hicache.config import PrefetchRules
 from .hicache.contract import (
     CacheableRequest,
     DonationBarrier,
@@ -68,7 +69,7 @@ class UnifiedRadixCache:
         tree: TieredTree,
         metrics: HiCacheMetrics,
         store_early: bool = True,
-        prefetch_deadline_s: float = 5.0,
+        prefetch_rules: PrefetchRules,
         sliding_window_size: int | None = None,
         recurrent_track_interval: int = 0,
         checkpoint_interval: int = 0,
@@ -91,7 +92,7 @@ class UnifiedRadixCache:
         self._load_back = LoadBack(tree, self._eviction)
         self._writer = StorageWriter(tree, store_early=store_early)
         self._states = RequestStates(tree, self._eviction)
-        self._prefetch = StoragePrefetch(tree, metrics, deadline_s=prefetch_deadline_s, clock=clock)
+        self._prefetch = StoragePrefetch(tree, metrics, rules=prefetch_rules, clock=clock)
         self._last_asker: Any = None
 
     @property
@@ -344,7 +345,7 @@ class UnifiedRadixCache:
             self._prefetch.start(rid, _namespace(key), self._codec.encode(key.token_ids))
 
     def prefetch_ready(self, rid: str) -> bool:
-        """False while the request should stay in the queue for its pages; the deadline runs from the first call."""
+        """False while the request should stay in the queue for its pages; the wait is counted from the first call."""
         return self._prefetch.ready(rid)
 
     def release_prefetch(self, rid: str) -> None:

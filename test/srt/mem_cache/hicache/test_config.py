@@ -14,6 +14,7 @@ from sgl_jax.srt.mem_cache.hicache.config import (
     AsyncImpl,
     HiCacheConfig,
     HostScheme,
+    PrefetchPolicy,
     StorageKind,
     WritePolicy,
 )
@@ -48,6 +49,8 @@ def test_documented_defaults() -> None:
     assert config.ratio == 2.0
     assert config.storage_path == Path("~/.cache/sgl-jax/hicache").expanduser()
     assert config.write_policy is WritePolicy.WRITE_THROUGH
+    assert config.storage_prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
+    assert config.prefetch_threshold == 0
 
 
 def test_every_flag_sets_its_field(tmp_path: Path) -> None:
@@ -57,6 +60,8 @@ def test_every_flag_sets_its_field(tmp_path: Path) -> None:
         *("--hicache-write-policy", "write_through_and_back"),
         *("--hicache-async-impl", "future", "--hicache-host-scheme", "slab"),
         *("--hicache-prefetch-deadline-s", "1.5", "--hicache-storage-max-bytes", "10GiB"),
+        *("--hicache-storage-prefetch-policy", "timeout", "--hicache-prefetch-threshold", "256"),
+        *("--hicache-checkpoint-interval", "128"),
     )
     assert config == HiCacheConfig(
         storage=StorageKind.FILE,
@@ -67,6 +72,9 @@ def test_every_flag_sets_its_field(tmp_path: Path) -> None:
         host_scheme=HostScheme.SLAB,
         prefetch_deadline_s=1.5,
         storage_max_bytes=10 * 2**30,
+        storage_prefetch_policy=PrefetchPolicy.TIMEOUT,
+        prefetch_threshold=256,
+        checkpoint_interval=128,
     )
     assert config.has_storage
 
@@ -76,6 +84,7 @@ def test_every_flag_sets_its_field(tmp_path: Path) -> None:
     [
         ("--hicache-storage", StorageKind),
         ("--hicache-write-policy", WritePolicy),
+        ("--hicache-storage-prefetch-policy", PrefetchPolicy),
         ("--hicache-async-impl", AsyncImpl),
         ("--hicache-host-scheme", HostScheme),
     ],
@@ -105,6 +114,8 @@ def test_a_number_must_be_finite_and_positive(flag: str, value: str) -> None:
         ("--hicache-write-policy", "write_through"),
         ("--hicache-prefetch-deadline-s", "1"),
         ("--hicache-storage-max-bytes", "0"),
+        ("--hicache-storage-prefetch-policy", "wait_complete"),
+        ("--hicache-prefetch-threshold", "0"),
     ],
 )
 def test_a_flag_about_files_is_refused_without_files(flag: str, value: str) -> None:
@@ -120,7 +131,11 @@ def test_numbers_given_in_code_are_judged_alike(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["storage", "write_policy", "async_impl", "host_scheme", "storage_path"]
+    "name",
+    [
+        *("storage", "write_policy", "async_impl", "host_scheme", "storage_path"),
+        "storage_prefetch_policy",
+    ],
 )
 def test_text_in_place_of_a_typed_value_is_refused(name: str) -> None:
     with pytest.raises(HiCacheConfigError, match=f"--hicache-{name.replace('_', '-')}"):
@@ -157,6 +172,31 @@ def test_help_says_that_none_is_not_off(capsys: pytest.CaptureFixture[str]) -> N
     text = " ".join(capsys.readouterr().out.split())
     assert "none = device and host memory only (L1 + L2)" in text
     assert "without this flag HiCache is off" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "smallest"),
+    [("--hicache-prefetch-threshold", 0), ("--hicache-checkpoint-interval", 1)],
+)
+@pytest.mark.parametrize("value", ["-1", "1.5", "ten", "", "1e3"])
+def test_a_count_of_tokens_is_a_whole_number(flag: str, smallest: int, value: str) -> None:
+    message = refusal("--hicache-storage", "file", f"{flag}={value}")
+    assert message == f"{flag} {value}: not allowed; give a whole number of at least {smallest}"
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "256", None])
+def test_a_threshold_given_in_code_is_an_int(value: Any) -> None:
+    with pytest.raises(HiCacheConfigError, match="--hicache-prefetch-threshold"):
+        HiCacheConfig(prefetch_threshold=value)
+
+
+def test_a_deadline_for_a_policy_that_never_waits_is_refused() -> None:
+    policy = ("--hicache-storage-prefetch-policy", "best_effort")
+    message = refusal("--hicache-storage", "file", *policy, "--hicache-prefetch-deadline-s", "1")
+    assert message.startswith("--hicache-prefetch-deadline-s has no effect")
+    assert parse("--hicache-storage", "file", *policy).prefetch_rules.policy is (
+        PrefetchPolicy.BEST_EFFORT
+    )
 
 
 @pytest.mark.parametrize("value", ["-1", "ten", "", "1.5XB", "nan", "1e9", "10 GiB more"])

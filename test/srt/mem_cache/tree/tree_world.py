@@ -220,6 +220,7 @@ class World:
         clock: Callable[[], float] = lambda: 0.0,
         path: Path = Path("unused"),
         storage_factories: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.page_size = page_size
         self.is_eagle = is_eagle
@@ -239,6 +240,7 @@ class World:
                 write_policy=policy,
                 host_scheme=scheme,
                 storage_path=path,
+                **(settings or {}),
             ),
             req_to_token_pool=self.table,
             token_to_kv_pool_allocator=self.allocator,

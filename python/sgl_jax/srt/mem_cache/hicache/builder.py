@@ -156,7 +156,7 @@ def build_unified_radix_cache(
         tree=tree,
         metrics=metrics,
         store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
-        prefetch_deadline_s=config.prefetch_deadline_s,
+        prefetch_rules=config.prefetch_rules,
         sliding_window_size=sliding_window_size if has_swa else None,
         recurrent_track_interval=device.checkpoints.interval
         if device is not None and ComponentKind.RECURRENT in kinds

@@ -11,6 +11,7 @@ import argparse
 import enum
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,29 @@ class WritePolicy(enum.Enum):
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_AND_BACK = "write_through_and_back"
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request that could be admitted waits for its pages from storage."""
+
+    WAIT_COMPLETE = (
+        "wait_complete"  # until they are there, as long as storage delivers anything to anyone
+    )
+    BEST_EFFORT = "best_effort"  # not at all
+    TIMEOUT = "timeout"  # for a fixed time
+
+
+@dataclass(frozen=True)
+class PrefetchRules:
+    """When storage is asked for a prompt, and how long its request waits for the answer.
+
+    `deadline_s`: seconds without any page from storage (WAIT_COMPLETE), or in all (TIMEOUT), after which a request goes
+    on with what has arrived. `threshold`: tokens that device and host must lack of a prompt for storage to be asked.
+    """
+
+    policy: PrefetchPolicy
+    deadline_s: float
+    threshold: int
 
 
 class AsyncImpl(enum.Enum):
@@ -71,8 +95,12 @@ class HiCacheConfig:
     async_impl: AsyncImpl = AsyncImpl.THREADPOOL
     # How host memory is laid out.
     host_scheme: HostScheme = HostScheme.PER_BLOCK
-    # Longest time, in seconds, that a request about to be admitted waits for L3; what has arrived by then is used. > 0.
+    # Whether a request that could be admitted waits for its pages from L3; what has arrived when it goes on is used.
+    storage_prefetch_policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
+    # Seconds, > 0. WAIT_COMPLETE: without any page from L3, for anyone. TIMEOUT: in all. BEST_EFFORT does not wait.
     prefetch_deadline_s: float = 5.0
+    # Tokens of a prompt that L1 and L2 must lack before L3 is asked; 0: always ask.
+    prefetch_threshold: int = 0
     # Tokens between the page borders at which windows and recurrent states are kept; a multiple of the page size. Only
     # for models with such layers. None: chosen from the model (see `host_split`).
     checkpoint_interval: int | None = None
@@ -84,10 +112,14 @@ class HiCacheConfig:
         _require_member("--hicache-write-policy", self.write_policy, WritePolicy)
         _require_member("--hicache-async-impl", self.async_impl, AsyncImpl)
         _require_member("--hicache-host-scheme", self.host_scheme, HostScheme)
+        _require_member(
+            "--hicache-storage-prefetch-policy", self.storage_prefetch_policy, PrefetchPolicy
+        )
         _require_positive("--hicache-prefetch-deadline-s", self.prefetch_deadline_s)
+        _require_count("--hicache-prefetch-threshold", self.prefetch_threshold, smallest=0)
         _require_bytes("--hicache-storage-max-bytes", self.storage_max_bytes)
         if self.checkpoint_interval is not None:
-            _require_count("--hicache-checkpoint-interval", self.checkpoint_interval)
+            _require_count("--hicache-checkpoint-interval", self.checkpoint_interval, smallest=1)
         if not isinstance(self.storage_path, Path):
             raise _wrong("--hicache-storage-path", self.storage_path, "a pathlib.Path")
         object.__setattr__(self, "storage_path", _expand(self.storage_path))
@@ -101,6 +133,13 @@ class HiCacheConfig:
     def has_storage(self) -> bool:
         """True if there is a storage tier below the host."""
         return self.storage not in (None, StorageKind.NONE)
+
+    @property
+    def prefetch_rules(self) -> PrefetchRules:
+        """The three settings about prefetches together."""
+        return PrefetchRules(
+            self.storage_prefetch_policy, self.prefetch_deadline_s, self.prefetch_threshold
+        )
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +178,12 @@ class HiCacheConfig:
                     f"{useless[0]} has no effect with --hicache-storage none, which has no files; "
                     f"use --hicache-storage file, or remove {useless[0]}"
                 )
+        never_waits = given.get("storage_prefetch_policy") is PrefetchPolicy.BEST_EFFORT
+        if never_waits and "prefetch_deadline_s" in given:
+            raise HiCacheConfigError(
+                "--hicache-prefetch-deadline-s has no effect with --hicache-storage-prefetch-policy best_effort, "
+                "which never waits; remove one of them"
+            )
         return cls(**given)
 
 
@@ -149,11 +194,8 @@ class _Flag:
     field: str
     metavar: str
     help: str
-    kind: (
-        type[enum.Enum] | type[float] | type[int] | type[Path]
-    )  # int: a size in bytes, or a plain count
+    parse: Callable[[str, Any], Any]  # (option, text) -> value
     of_storage: bool = False  # means nothing without files
-    is_count: bool = False
 
     @property
     def option(self) -> str:
@@ -162,19 +204,6 @@ class _Flag:
     @property
     def dest(self) -> str:
         return "hicache_" + self.field
-
-    def parse(self, option: str, text: Any) -> Any:
-        if issubclass(self.kind, enum.Enum):
-            return _parse_choice(option, text, self.kind)
-        if self.kind is float:
-            return _parse_number(option, text)
-        if self.is_count:
-            return _parse_count(option, text)
-        if self.kind is int:
-            return _parse_size(option, text)
-        if not str(text):
-            raise _wrong(option, "''", "the path of a folder")
-        return Path(text)
 
 
 def _expand(path: Path) -> Path:
@@ -192,11 +221,20 @@ def _wrong(option: str, asked: object, allowed: str) -> HiCacheConfigError:
     return HiCacheConfigError(f"{option} {asked}: not allowed; give {allowed}")
 
 
-def _parse_choice(option: str, text: Any, choices: type[_Choice]) -> _Choice:
-    for choice in choices:
-        if text in (choice, choice.value):
-            return choice
-    raise _wrong(option, text, f"one of {_allowed(choices)}")
+def _choice_of(choices: type[_Choice]) -> Callable[[str, Any], _Choice]:
+    def parse(option: str, text: Any) -> _Choice:
+        for choice in choices:
+            if text in (choice, choice.value):
+                return choice
+        raise _wrong(option, text, f"one of {_allowed(choices)}")
+
+    return parse
+
+
+def _parse_path(option: str, text: Any) -> Path:
+    if not str(text):
+        raise _wrong(option, "''", "the path of a folder")
+    return Path(text)
 
 
 def _parse_number(option: str, text: Any) -> float:
@@ -213,16 +251,19 @@ def _parse_size(option: str, text: Any) -> int:
         raise _wrong(option, text, f"0 for no bound, or {ALLOWED_BYTES}") from error
 
 
-def _parse_count(option: str, text: Any) -> int:
-    try:
-        return int(str(text))
-    except ValueError as error:
-        raise _wrong(option, text, "a whole number greater than 0") from error
+def _count_from(smallest: int) -> Callable[[str, Any], int]:
+    def parse(option: str, text: Any) -> int:
+        try:
+            return int(str(text))
+        except ValueError as error:
+            raise _wrong(option, text, f"a whole number of at least {smallest}") from error
+
+    return parse
 
 
-def _require_count(option: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(option, value, "a whole number greater than 0")
+def _require_count(option: str, value: object, *, smallest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+        raise _wrong(option, value, f"a whole number of at least {smallest}")
 
 
 def _require_member(option: str, value: object, choices: type[enum.Enum]) -> None:
@@ -248,19 +289,19 @@ _FLAGS = (
         _allowed(StorageKind),
         "switches HiCache on: none = device and host memory only (L1 + L2), file = files below them (L1 + L2 + L3); "
         "without this flag HiCache is off",
-        StorageKind,
+        _choice_of(StorageKind),
     ),
     _Flag(
         "ratio",
         "FLOAT",
         f"host pool size as a multiple of the device KV pool (default {HiCacheConfig.ratio})",
-        float,
+        _parse_number,
     ),
     _Flag(
         "storage_path",
         "PATH",
         f"root folder of the files (default {DEFAULT_STORAGE_PATH})",
-        Path,
+        _parse_path,
         of_storage=True,
     ),
     _Flag(
@@ -268,7 +309,7 @@ _FLAGS = (
         "BYTES",
         "largest size of this model's folder, as 100GiB or 500MB; pages unused for longest go first "
         f"(default {HiCacheConfig.storage_max_bytes}: no bound)",
-        int,
+        _parse_size,
         of_storage=True,
     ),
     _Flag(
@@ -277,7 +318,7 @@ _FLAGS = (
         "when a page goes to the files: write_through = as soon as its host copy is complete, "
         "write_through_and_back = when it leaves host memory, on flush and at an orderly shutdown "
         f"(default {HiCacheConfig.write_policy.value})",
-        WritePolicy,
+        _choice_of(WritePolicy),
         of_storage=True,
     ),
     _Flag(
@@ -285,21 +326,38 @@ _FLAGS = (
         _allowed(AsyncImpl),
         "who waits for device <-> host copies: threadpool = worker threads, future = polled once per step "
         f"(default {HiCacheConfig.async_impl.value})",
-        AsyncImpl,
+        _choice_of(AsyncImpl),
     ),
     _Flag(
         "host_scheme",
         _allowed(HostScheme),
         "host memory layout: per_block = arrays per page, slab = one preallocated block "
         f"(default {HiCacheConfig.host_scheme.value})",
-        HostScheme,
+        _choice_of(HostScheme),
+    ),
+    _Flag(
+        "storage_prefetch_policy",
+        _allowed(PrefetchPolicy),
+        "whether a request that could be admitted waits for its pages from the files: wait_complete = until they are "
+        "there, best_effort = no, timeout = for the time of --hicache-prefetch-deadline-s; it goes on with what has "
+        f"arrived (default {HiCacheConfig.storage_prefetch_policy.value})",
+        _choice_of(PrefetchPolicy),
+        of_storage=True,
     ),
     _Flag(
         "prefetch_deadline_s",
         "SECONDS",
-        "longest wait for the files before a request is admitted; what has arrived by then is used "
-        f"(default {HiCacheConfig.prefetch_deadline_s})",
-        float,
+        "the end of a wait for the files: with timeout after so long, with wait_complete when the files have delivered "
+        f"nothing to anyone for so long (default {HiCacheConfig.prefetch_deadline_s})",
+        _parse_number,
+        of_storage=True,
+    ),
+    _Flag(
+        "prefetch_threshold",
+        "TOKENS",
+        "tokens of a prompt that device and host must lack before the files are asked for them "
+        f"(default {HiCacheConfig.prefetch_threshold}: always ask)",
+        _count_from(0),
         of_storage=True,
     ),
     _Flag(
@@ -307,7 +365,6 @@ _FLAGS = (
         "TOKENS",
         "for models with sliding-window or recurrent layers: tokens between the borders inside a cached prompt "
         "at which another prompt can leave it, a multiple of the page size (default: chosen from the model)",
-        int,
-        is_count=True,
+        _count_from(1),
     ),
 )

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .config import PrefetchPolicy, PrefetchRules
 from .tree_node import KeyNamespace
 from .types import ComponentKind, PageKey, TransferId, TransferResult
 
@@ -55,18 +56,20 @@ class Prefetch:
     asked_at_s: float | None = None
     timed_out: bool = False
     waited_s: float = 0.0
+    admitted: bool = False
 
 
 class PrefetchTable:
     """The prefetches of all waiting requests.
 
-    `deadline_s`: how long a request that could be admitted waits for its pages, counted from the first time it is
-    asked for. `clock` is monotonic seconds.
+    `rules` say how long a request that could be admitted waits for its pages; the time is counted from the first call
+    of `ready` for it. `clock` is monotonic seconds.
     """
 
-    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, rules: PrefetchRules, clock: Callable[[], float]) -> None:
+        self._rules = rules
         self._clock = clock
+        self._last_read_s = clock()
         self._by_rid: dict[str, Prefetch] = {}
         self._by_transfer: dict[TransferId, Prefetch] = {}
 
@@ -77,18 +80,25 @@ class PrefetchTable:
 
     def wanted(self, prefetch: Prefetch) -> bool:
         """True while its request still waits for it."""
-        return self._by_rid.get(prefetch.rid) is prefetch and not prefetch.timed_out
+        waits = not (prefetch.timed_out or prefetch.admitted)
+        return waits and self._by_rid.get(prefetch.rid) is prefetch
 
     def ready(self, rid: str) -> bool:
-        """True if the request need not wait any longer: no prefetch, ended, or past the deadline."""
+        """True if the request need not wait any longer: no prefetch, ended, or as long as the rules say."""
         prefetch = self._by_rid.get(rid)
         if prefetch is None or prefetch.state is PrefetchState.ENDED or prefetch.timed_out:
+            return True
+        if self._rules.policy is PrefetchPolicy.BEST_EFFORT:
             return True
         now_s = self._clock()
         if prefetch.asked_at_s is None:
             prefetch.asked_at_s = now_s
         prefetch.waited_s = now_s - prefetch.asked_at_s
-        prefetch.timed_out = prefetch.waited_s >= self._deadline_s
+        without_s = prefetch.waited_s
+        if self._rules.policy is PrefetchPolicy.WAIT_COMPLETE:
+            # A slow disk is waited for, one that hangs is not. What it reads for others shows that it does not.
+            without_s = min(without_s, now_s - self._last_read_s)
+        prefetch.timed_out = without_s >= self._rules.deadline_s
         return prefetch.timed_out
 
     def release(self, rid: str) -> None:
@@ -111,6 +121,7 @@ class PrefetchTable:
 
     def of_fetch(self, result: TransferResult) -> Prefetch | None:
         """The prefetch that an ended read belongs to, once; `usable` hands the read out in its turn."""
+        self._last_read_s = self._clock()
         prefetch = self._by_transfer.pop(result.transfer_id, None)
         if prefetch is not None:
             prefetch.arrived[result.transfer_id] = result

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .components.base import PrefetchPlan, TreeComponent
+from .config import PrefetchRules
 from .controller import CompanionQuery, StorageQuery
 from .coverage import Coverage, Part, usable_prefix
 from .host_arrivals import HostArrivals
@@ -54,14 +55,15 @@ class StoragePrefetch:
         tree: TieredTree,
         metrics: HiCacheMetrics,
         *,
-        deadline_s: float,
+        rules: PrefetchRules,
         clock: Callable[[], float],
     ) -> None:
         self._tree = tree
         self._codec = tree.codec
         self._arrivals = HostArrivals(tree)
         self._metrics = metrics
-        self._table = PrefetchTable(deadline_s, clock)
+        self._table = PrefetchTable(rules, clock)
+        self._threshold = rules.threshold
         # Looked up, but not read yet: what others fetched and still wait with fills the share of the host for that.
         self._parked: deque[Prefetch] = deque()
         self._held_pages: dict[Prefetch, int] = {}
@@ -94,6 +96,7 @@ class StoragePrefetch:
         first, end = prefetch.loaded or (0, 0) if prefetch is not None else (0, 0)
         storage = max(min(end, prefix_len) - max(first, device_len), 0)
         if prefetch is not None:
+            prefetch.admitted = True
             self._metrics.prefetch_wait(prefetch.waited_s, prefetch.timed_out)
         tiers = TierTokens(
             device=device_len,
@@ -128,12 +131,13 @@ class StoragePrefetch:
     # -- what to ask -------------------------------------------------------------------------------------------------
 
     def _ask(self, namespace: KeyNamespace, key: bytes) -> TransferId | None:
-        """Start looking up what the tree lacks of `key`; None if it can serve all of it."""
+        """Start looking up what the tree lacks of `key`; None if that is nothing, or less than the threshold."""
         tree, page_size = self._tree, self._codec.page_size
         path = tree.path_of(namespace, key)
         num_pages = len(key) // self._codec.page_bytes
         usable = tree.usable(path, num_pages * page_size, with_host=True) // page_size
-        if usable == num_pages:
+        lacking = (num_pages - usable) * page_size
+        if not lacking or lacking < self._threshold:
             return None
         first = sum(node.num_tokens for node in path) // page_size
         companions = {
