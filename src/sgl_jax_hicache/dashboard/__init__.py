@@ -1,0 +1,1 @@
+"""Draws the Grafana dashboard of `docs/grafana` from a Prometheus, without a Grafana."""
