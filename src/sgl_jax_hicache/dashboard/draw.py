@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from .panels import Dashboard, Panel, Place
 from .prometheus import Series, Window
-from .units import with_unit
+from .units import tick_step, with_unit
 
 Curves = Mapping[str, Series]
 """The series of a panel by legend."""
@@ -126,25 +126,36 @@ def _draw_curves(axes: Axes, panel: Panel, curves: Curves, window: Window) -> No
         else:
             axes.plot(days, values, label=name, color=colours.get(name), lw=1.3)
     axes.set_xlim(days[0], days[-1])
-    anything = any(np.nanmax(series.values, initial=0) > 0 for series in curves.values())
-    axes.set_ylim(0, panel.maximum if panel.maximum or anything else 1)
+    _scale_values(axes, panel, curves)
     locator = AutoDateLocator(maxticks=6)  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(
         ConciseDateFormatter(locator, show_offset=False)  # type: ignore[no-untyped-call]
     )
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: with_unit(value, panel.unit)))
     if names:
         axes.legend(
             loc="upper left",
-            bbox_to_anchor=(-0.12, -0.14),
-            ncols=6,
+            bbox_to_anchor=(-0.12, -0.12),
+            ncols=4 if len(names) <= 4 else 3,
             frameon=False,
             columnspacing=1.0,
+            labelspacing=0.2,
         )
     else:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="#999999")
+
+
+def _scale_values(axes: Axes, panel: Panel, curves: Curves) -> None:
+    """The axis of the values: from 0, or logarithmic; ticks that are round in the panel's unit."""
+    highest = max((np.nanmax(series.values, initial=0) for series in curves.values()), default=0)
+    if panel.logarithmic and highest > 0:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, panel.maximum if panel.maximum or highest > 0 else 1)
+        step = tick_step(axes.get_ylim()[1], panel.unit)
+        ticks = step * np.asarray(MaxNLocator(5).tick_values(0, axes.get_ylim()[1] / step))
+        axes.set_yticks(ticks[ticks <= axes.get_ylim()[1]])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: with_unit(value, panel.unit)))
 
 
 def _rank(name: str, known: list[str]) -> tuple[int, str]:

@@ -54,6 +54,7 @@ class Panel:
     decimals: int | None = None
     maximum: float | None = None
     stacked: bool = False
+    logarithmic: bool = False
     colours: Mapping[str, str] | None = None
     thresholds: Sequence[Threshold] = ()
     words: Mapping[str, str] | None = None
@@ -87,6 +88,7 @@ def _panel(model: Mapping[str, Any]) -> Panel:
         decimals=defaults.get("decimals"),
         maximum=defaults.get("max"),
         stacked=defaults.get("custom", {}).get("stacking", {}).get("mode", "none") != "none",
+        logarithmic=defaults.get("custom", {}).get("scaleDistribution", {}).get("type") == "log",
         colours={
             override["matcher"]["options"]: property_["value"]["fixedColor"]
             for override in fields["overrides"]

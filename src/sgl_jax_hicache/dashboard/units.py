@@ -16,13 +16,22 @@ def with_unit(value: float, unit: str, decimals: int | None = None) -> str:
         return f"{100 * value:.{0 if decimals is None else decimals}f} %"
     if unit == "s":
         return _seconds(value)
-    if unit in ("bytes", "Bps"):
+    if unit == "bytes":
         number, prefix = _scaled(value, 1024, _BINARY)
-        return f"{number:.4g} {prefix}" + ("/s" if unit == "Bps" else "")
-    if unit == "short":
+        return f"{number:.4g} {prefix}"
+    if unit in ("Bps", "short"):
         number, prefix = _scaled(value, 1000, _DECIMAL)
-        return f"{number:.4g}{prefix}"
+        return f"{number:.4g}{prefix}" if unit == "short" else f"{number:.4g} {prefix}B/s"
     return f"{value:.{decimals}f}" if decimals is not None else f"{value:g}"
+
+
+def tick_step(top: float, unit: str) -> float:
+    """What the ticks of an axis up to `top` are multiples of, so that they read as round numbers: 1, or a power of
+    1024 bytes."""
+    step = 1.0
+    while unit == "bytes" and top >= 1024 * step:
+        step *= 1024
+    return step
 
 
 def _seconds(value: float) -> str:

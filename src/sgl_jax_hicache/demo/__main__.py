@@ -50,6 +50,9 @@ DEVICE_TOKENS = 2_560
 HOST_RATIO = 5.0
 """The host holds all conversations and long prompts."""
 
+STORAGE_MAX_BYTES = "2GiB"
+"""A multiple of what the demo stores, so that its files have a bound to be seen against and nothing is removed."""
+
 
 class Demo:
     """Runs the servers and the script, and shows progress on the console."""
@@ -71,6 +74,7 @@ class Demo:
         self._hicache = (
             *("--hicache-storage", "file", "--hicache-storage-path", str(storage_path / "pages")),
             *("--hicache-ratio", str(HOST_RATIO)),
+            *("--hicache-storage-max-bytes", STORAGE_MAX_BYTES),
         )
 
     def run(self) -> Findings:

@@ -107,7 +107,7 @@ def test_a_prometheus_that_is_not_there_is_one_line(
         (0.000_05, "s", "50 us"),
         (2.5, "s", "2.5 s"),
         (3 << 30, "bytes", "3 GiB"),
-        (1536, "Bps", "1.5 KiB/s"),
+        (1500, "Bps", "1.5 kB/s"),
         (12_300, "short", "12.3k"),
         (7, "none", "7"),
         (math.nan, "short", "no data"),
