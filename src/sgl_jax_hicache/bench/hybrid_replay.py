@@ -213,11 +213,17 @@ class HybridEngine:
         """What the host pools of all components may take."""
         total = 0
         for kind, layout in layouts_of(self._model, self._memory.page_size).items():
-            pages = self._registry.get_sample_value(
-                PREFIX + "host_pages_capacity", {"component": kind.value}
+            total += (
+                int(self.metric("host_pages_capacity", component=kind.value)) * layout.page_bytes
             )
-            total += int(pages or 0) * layout.page_bytes
         return total
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric of the cache; LookupError if there is none of that name and labels."""
+        value = self._registry.get_sample_value(PREFIX + name, labels)
+        if value is None:
+            raise LookupError(f"no metric {name} with {labels}")
+        return value
 
     def serve(self, request: TraceRequest) -> TierTokens:
         """One prompt, from its arrival until everything that it set going has ended. Raises ReplayError."""

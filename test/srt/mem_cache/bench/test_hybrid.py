@@ -134,6 +134,18 @@ def test_a_turn_goes_on_at_the_last_checkpoint(
     assert [(device, host) for device, host, _ in found] == list(turns)
 
 
+@pytest.mark.parametrize("model", [FULL, ALL], ids=lambda model: model.name)
+def test_a_long_prompt_in_chunks_copies_no_page_more_than_twice(model: HybridModel) -> None:
+    """The host is full of it: what made room is copied again when it leaves the device, not with every chunk."""
+    given = Memory(32, 0.5, None, INTERVAL, chunk_tokens=1024)
+    engine = HybridEngine(model, given, 40 * 512)
+    for prompt in requests(range(32), range(100, 132), range(200, 232)):
+        engine.serve(prompt)
+    copied = engine.metric("transfer_pages_total", kind="backup", component="full", outcome="ok")
+    assert 3 * 16 < copied <= 2 * 3 * 32
+    engine.close()
+
+
 @pytest.mark.parametrize("model", KINDS, ids=lambda model: model.name)
 def test_storage_serves_what_the_host_forgot(model: HybridModel) -> None:
     prompts = requests(range(12), *(range(n, n + 30) for n in range(100, 1000, 100)), range(13))

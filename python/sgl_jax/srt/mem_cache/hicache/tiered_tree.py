@@ -221,6 +221,7 @@ class TieredTree:
     def detach(self, component: TreeComponent, node: TreeNode) -> Int32Array:
         """`node` loses its slots of a component; the caller frees them."""
         slots = component.device.detach(node)
+        component.data(node).mirror_dropped = False
         component.host.device_changed(node)
         self.host_only_changed = True
         return slots
@@ -229,9 +230,15 @@ class TieredTree:
 
     def back_up(self, path: Sequence[TreeNode]) -> None:
         """Start the backup of what the path's nodes lack on the host, from the top: a Full child is of use only with
-        what lies above it. Each component stops where it has no room; eviction or the next insert tries again."""
+        what lies above it. Each component stops where it has no room; eviction or the next insert tries again.
+
+        What made room on the host while on the device is left until it leaves the device: copied again with every chunk
+        of a long prompt, the nodes of its path would push each other out in turn.
+        """
         for component in self.components:
             for node in path:
+                if component.data(node).mirror_dropped:
+                    continue
                 if self.back_up_part(component, node) is False:
                     break
 
@@ -269,6 +276,8 @@ class TieredTree:
             self.remove_subtree(node)
         else:
             self.tiers.drop_host(component, node)
+            data = component.data(node)
+            data.mirror_dropped = data.device_slots is not None
         if upper is not None:
             component.host.age(upper)
 

@@ -27,7 +27,8 @@ class ComponentData:
 
     device_slots: int32[n] or None (a token slot for each token, or the one state slot); host_pages: int32[num_pages] or
     None (their bytes may still be on the way: the host pool knows); device_lock: how many users keep the device part;
-    in_storage: storage had every page when the host copy was dropped (a hint, for a flush); kept: worth a host copy.
+    in_storage: storage had every page when the host copy was dropped (a hint, for a flush); kept: worth a host copy;
+    mirror_dropped: the host copy made room for others while the slots stay: not copied again before they go.
     """
 
     device_slots: Int32Array | None = None
@@ -35,6 +36,7 @@ class ComponentData:
     device_lock: int = 0
     in_storage: bool = False
     kept: bool = False
+    mirror_dropped: bool = False
 
 
 class TreeNode:

@@ -220,6 +220,7 @@ class HostResidency:
         """`lower` was cut: its first pages go to `upper` (which becomes the youngest)."""
         data, above = self._data(lower), self._data(upper)
         above.in_storage = data.in_storage
+        above.mirror_dropped = data.mirror_dropped
         if data.host_pages is None:
             return
         above.host_pages = data.host_pages[:num_upper_pages].copy()
