@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache import builder as hicache_builder
 from sgl_jax.srt.mem_cache.hicache.memory_budget import host_pool_pages
+from sgl_jax.srt.mem_cache.hicache.storage.registry import STORAGE_FACTORIES, StorageFactory
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
 
 from .device_pools import DevicePools, build_device_pools
@@ -57,8 +58,11 @@ def check_settings(args: EngineArgs) -> ModelConfig:
     return config
 
 
-def build_engine(args: EngineArgs) -> Engine:
-    """Load the model and start the engine. Raises like `check_settings`, and ModelError for broken weights."""
+def build_engine(
+    args: EngineArgs, storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES
+) -> Engine:
+    """Load the model and start the engine. `storage_factories`: the kinds of storage by the name of
+    `args.hicache.storage`. Raises like `check_settings`, and ModelError for broken weights."""
     check_settings(args)
     with _told(f"loading the weights of {args.model_path}"):
         model = load_model(args.model_path)
@@ -82,7 +86,7 @@ def build_engine(args: EngineArgs) -> Engine:
         recurrent_pool=pools.states,
     )
     registry = CollectorRegistry()
-    tree = _build_tree(args, model, sizes, pools, registry)
+    tree = _build_tree(args, model, sizes, pools, registry, storage_factories)
     scheduler = Scheduler(
         SchedulerConfig(
             args.chunked_prefill_size,
@@ -179,6 +183,7 @@ def _build_tree(
     sizes: PoolSizes,
     pools: DevicePools,
     registry: CollectorRegistry,
+    storage_factories: Mapping[str, StorageFactory],
 ) -> Any:
     if not args.hicache.enabled:
         _tell_without_hicache(args, model.config, sizes)
@@ -192,6 +197,7 @@ def _build_tree(
         model_identity=hicache_builder.ModelIdentity(model.model_id, model.model_version),
         disable=args.disable_radix_cache,
         registry=registry,
+        storage_factories=storage_factories,
         **_hybrid_parts(model.config, pools),
     )
 
