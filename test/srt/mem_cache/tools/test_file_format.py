@@ -1,6 +1,6 @@
 """docs/file_format.md is enough to find a prompt's pages and to check them: the reader here knows nothing else.
 
-Only `numpy`, `xxhash` and the standard library below; the cache's own code writes the files and nothing more.
+`Reader` stands on numpy, xxhash and the standard library; the cache's own code only writes what it reads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ import pytest
 import xxhash
 from tool_kit import SPACE, chain, path_of, store_chain
 
+from sgl_jax.srt.mem_cache.hicache.device_buffers import DeviceBuffers
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher, StorageNamespace, companion_key
+from sgl_jax.srt.mem_cache.hicache.pool_buffers import kv_buffer_refs
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.page_file import VERSION_1, VERSION_2, RecordVersion
+from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
+from sgl_jax_hicache.engine.swa_kv_pool import build_kv_pool
+from sgl_jax_hicache.engine.weights import read_config
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "file_format.md").read_text(encoding="utf-8")
 START = hashlib.sha256(b"hicache page key chain, version 1").digest()
@@ -183,3 +188,12 @@ def test_the_table_of_fields_is_the_format() -> None:
     assert listed == fields_of(VERSION_2)
     new = {"parent_key", "page_index", "layout_id"}
     assert [field for field in listed if field[0] not in new] == fields_of(VERSION_1)
+
+
+def test_the_layout_that_is_shown_is_smollm2s() -> None:
+    match = re.search(r"`(hicache-page-v1\|\S+;)`", DOCUMENT)
+    assert match is not None
+    config = read_config("smollm2")
+    pool = build_kv_pool(config, size=16, swa_size=0, page_size=16, dtype="float32")
+    layout = DeviceBuffers(kv_buffer_refs(pool)).layout(ComponentKind.FULL, page_size=16)
+    assert layout.layout_id.startswith(match[1])
