@@ -15,7 +15,7 @@ import numpy as np
 
 from sgl_jax_hicache.engine.forward_batch import ForwardBatch, ForwardItem, ForwardMode, StepOutput
 from sgl_jax_hicache.engine.layer_kinds import RecurrentDims
-from sgl_jax_hicache.engine.memory_pool import MHATokenToKVPool, RecurrentStatePool
+from sgl_jax_hicache.engine.memory_pool import RecurrentStatePool
 from sgl_jax_hicache.engine.swa_kv_pool import SWAKVPool, TokenKVPool
 
 VOCAB_SIZE = 256  # every token is a byte, so that text can be made of them
@@ -163,33 +163,12 @@ class HybridFakeRunner(FakeRunner):
         return value % VOCAB_SIZE
 
 
-class PooledFakeRunner(FakeRunner):
-    """The fake model over a real device pool: what transfers bring there is what it reads.
-
-    A token's KV is (token, position) in the first key and value number of its slot. Each step replaces the buffer and
-    deletes the old one, as a donating step does.
-    """
-
-    def __init__(self, pool: MHATokenToKVPool, **hooks: Any) -> None:
-        self.pool = pool
-        super().__init__(pool.size + pool.page_size, pool.page_size, **hooks)
-
-    def dispatch(self, batch: ForwardBatch) -> StepOutput:
-        """One step on the pool's buffer."""
-        old = self.pool.kv_buffer[0]
-        rows = np.array(old)
-        self.kv = rows[..., 0, 0].reshape(-1, 2).astype(np.int64)
-        output = super().dispatch(batch)
-        rows[..., 0, 0] = self.kv.reshape(rows.shape[:3])
-        self.pool.kv_buffer[0] = jax.device_put(rows, old.sharding)
-        old.delete()
-        return output
-
-
 class PooledHybridFakeRunner(HybridFakeRunner):
-    """As HybridFakeRunner, over real device pools of one layer each; a step replaces every buffer and deletes the old.
+    """As HybridFakeRunner, over real device pools of one layer each: what transfers bring there is what it reads.
 
-    A state is a count in the convolution buffer, and the hash in 16-bit parts, with the count again, in the other.
+    A token's KV is (token, position) in the first key and value number of its slot. A state is a count in the
+    convolution buffer, and the hash in 16-bit parts, with the count again, in the other. A step replaces every buffer
+    and deletes the old one, as a donating step does.
     """
 
     STATE_DIMS = RecurrentDims(1, 1, key_dim=1, value_dim=5, conv_kernel=2)

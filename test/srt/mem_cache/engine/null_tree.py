@@ -188,5 +188,8 @@ class NullTree:
         """Nothing to stop."""
         return True
 
+    def check_invariants(self) -> None:
+        """Nothing to check."""
+
     def pretty_print(self) -> None:
         """Nothing to show."""

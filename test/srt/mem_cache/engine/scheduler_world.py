@@ -1,22 +1,17 @@
-"""A scheduler over the fake runner, driven step by step, with every invariant checked after each."""
+"""A scheduler over a fake runner, driven step by step, with every invariant checked after each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from engine_fakes import (
-    FakeRunner,
-    HybridFakeRunner,
-    PooledFakeRunner,
-    PooledHybridFakeRunner,
-)
+from engine_fakes import HybridFakeRunner, PooledHybridFakeRunner, expected_output
 from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
+from sgl_jax.srt.mem_cache.hicache.types import TierTokens
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_jax_hicache.engine.allocator import PagedTokenToKVPoolAllocator
 from sgl_jax_hicache.engine.device_pools import build_allocator
@@ -62,7 +57,7 @@ def radix_tree(
     registry: CollectorRegistry | None = None,
     **hybrid: Any,
 ) -> UnifiedRadixCache:
-    """The real prefix cache; HiCache is off by default, because the plain fake runner has no buffers to copy."""
+    """The real prefix cache; HiCache is off by default."""
     return build_unified_radix_cache(
         config or HiCacheConfig(),
         req_to_token_pool=rows,
@@ -75,37 +70,79 @@ def radix_tree(
 
 
 class SchedulerWorld:
-    """All the parts of a scheduler around one pool of `num_pages` pages."""
+    """All the parts of a scheduler around device pools of `num_pages` pages, for a fake model of any kind.
+
+    `window`, `swa_pages`: tokens and pool of its sliding layers; 0: it has none. `states`: slots of the pool of its
+    recurrent layers beyond those of `rows` requests; None: it has none. `interval`: tokens between checkpoints; 0: no
+    states are tracked, and windows are kept where the cache chooses. `tree`: the class of a fake, or a function that
+    builds the real cache, such as `radix_tree`, with `hicache` over its lower tiers; the runner then works on the pools
+    that the cache copies. `hooks` are the runner's.
+    """
+
+    runner: HybridFakeRunner
 
     def __init__(
         self,
         *,
         num_pages: int = 32,
         page_size: int = 4,
+        window: int = 0,
+        swa_pages: int = 0,
+        states: int | None = None,
+        interval: int = 0,
         rows: int = 4,
         chunk: int = 16,
         overlap: bool = True,
         reserve: float = 0.5,
         tree: TreeFactory = radix_tree,
         hicache: HiCacheConfig | None = None,
-        **runner: Any,
+        **hooks: Any,
     ) -> None:
-        """With `hicache` the runner works on a real device pool, and the tree has lower tiers."""
-        size = num_pages * page_size
-        pool = None
-        if hicache is None:
-            self.runner = FakeRunner(size + page_size, page_size, **runner)
-        else:
-            pool = MHATokenToKVPool(size, page_size, "float32", 1, 2, 1)
-            self.runner = PooledFakeRunner(pool, **runner)
-            tree = partial(tree, config=hicache)
-        self.allocator = PagedTokenToKVPoolAllocator(size, page_size, kvcache=pool)
+        size, size_swa = num_pages * page_size, swa_pages * page_size
+        is_hybrid = window > 0 or states is not None
+        is_fake = isinstance(tree, type)
+        is_pooled = not is_fake and (is_hybrid or hicache is not None)
+        full, swa = (
+            MHATokenToKVPool(max(tokens, page_size), page_size, "float32", 1, 2, int(is_pooled))
+            for tokens in (size, size_swa)
+        )
+        pool = SWAKVPool(full, swa, (0,), (1,)) if window else full
+        self.allocator: Any = build_allocator(pool)
         self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
-        self.tree = tree(self.rows, self.allocator, page_size)
+        state_pool = None
+        if states is not None:
+            track = (2 if overlap else 1) if interval else 0
+            slots = rows * (1 + track) + states
+            self.rows = HybridReqToTokenPool(rows, MAX_CONTEXT_LEN, slots, track)
+            state_pool = RecurrentStatePool(slots, PooledHybridFakeRunner.STATE_DIMS, 1)
+        if is_pooled:
+            self.runner = PooledHybridFakeRunner(pool, state_pool, window=window, **hooks)
+        else:
+            self.runner = HybridFakeRunner(
+                size + page_size,
+                page_size,
+                num_swa_slots=size_swa + page_size,
+                window=window,
+                num_states=self.rows.slots_per_rank,
+                **hooks,
+            )
+        settings: dict[str, Any] = {"sliding_window_size": window or None}
+        if is_fake:
+            settings["recurrent_track_interval"] = interval
+        else:
+            config = hicache or HiCacheConfig()
+            if interval:
+                config = replace(config, checkpoint_interval=interval)
+            settings |= {"config": config, "recurrent_state_pool": state_pool}
+        self.tree = tree(self.rows, self.allocator, page_size, **settings)
         self.metrics = EngineMetrics()
-        config = SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True)
         self.scheduler = Scheduler(
-            config, self.runner, self.tree, self.rows, self.allocator, self.metrics
+            SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True),
+            self.runner,
+            self.tree,
+            self.rows,
+            self.allocator,
+            self.metrics,
         )
         self.clients: dict[str, Client] = {}
 
@@ -137,88 +174,33 @@ class SchedulerWorld:
         for _ in range(times):
             self.scheduler.step()
 
+    def settle(self) -> None:
+        """Wait until no transfer is under way, and check the tree."""
+        for _ in range(1000):
+            self.tree.check_hicache_events()
+            if not self.tree.has_pending_work():
+                self.tree.check_invariants()
+                return
+            self.tree.wait_events(10)
+        raise AssertionError("transfers never ended")
+
+    def serve(self, rid: str, prompt: Sequence[int], max_new_tokens: int = 2) -> TierTokens:
+        """Serve one request alone, check its answer, and wait for what it set off; which tiers served its prompt."""
+        client = self.submit(rid, prompt, max_new_tokens)
+        for _ in range(1000):
+            if not self.scheduler.step() and self.tree.has_pending_work():
+                self.tree.wait_events(10)
+            if not self.scheduler.busy():
+                break
+        self.settle()
+        self.scheduler.check_idle()
+        assert client.tokens == expected_output(prompt, max_new_tokens)
+        tiers = client.last.stats.tiers
+        assert tiers.cached + tiers.computed == len(prompt)
+        return tiers
+
     def held_tokens(self) -> int:
-        """Slots that are neither free nor the cache's."""
+        """Full slots that are neither free nor the cache's."""
+        state = self.scheduler.state()
         cached = self.tree.evictable_size() + self.tree.protected_size()
-        return self.allocator.size - self.allocator.available_size() - cached
-
-
-class HybridWorld(SchedulerWorld):
-    """A world whose fake model has sliding layers (`window` tokens, `swa_pages`), recurrent ones (`states`), or both.
-
-    `states`: slots of the recurrent pool beyond those of `rows` requests; None without recurrent layers.
-    `interval`: tokens between tracked states, 0 without tracking. `tree`: a fake, or `radix_tree` for the real one,
-    which gets real pools, and with `hicache` its lower tiers.
-    """
-
-    runner: HybridFakeRunner
-
-    def __init__(
-        self,
-        *,
-        num_pages: int = 32,
-        page_size: int = 4,
-        window: int = 0,
-        swa_pages: int = 0,
-        states: int | None = None,
-        interval: int = 0,
-        rows: int = 4,
-        chunk: int = 16,
-        overlap: bool = True,
-        reserve: float = 0.5,
-        tree: TreeFactory,
-        hicache: HiCacheConfig | None = None,
-        **hooks: Any,
-    ) -> None:
-        size, size_swa = num_pages * page_size, swa_pages * page_size
-        is_real = tree is radix_tree
-        full, swa = (
-            MHATokenToKVPool(max(tokens, page_size), page_size, "float32", 1, 2, int(is_real))
-            for tokens in (size, size_swa)
-        )
-        pool = SWAKVPool(full, swa, (0,), (1,)) if window else full
-        self.allocator: Any = build_allocator(pool)
-        self.rows = ReqToTokenPool(rows, MAX_CONTEXT_LEN)
-        state_pool = None
-        if states is not None:
-            track = (2 if overlap else 1) if interval else 0
-            slots = rows * (1 + track) + states
-            self.rows = HybridReqToTokenPool(rows, MAX_CONTEXT_LEN, slots, track)
-            state_pool = RecurrentStatePool(slots, PooledHybridFakeRunner.STATE_DIMS, 1)
-        if is_real:
-            self.runner = PooledHybridFakeRunner(pool, state_pool, window=window, **hooks)
-            config = replace(hicache or HiCacheConfig(), checkpoint_interval=interval or None)
-            self.tree = radix_tree(
-                self.rows,
-                self.allocator,
-                page_size,
-                config,
-                sliding_window_size=window or None,
-                recurrent_state_pool=state_pool,
-            )
-        else:
-            self.runner = HybridFakeRunner(
-                size + page_size,
-                page_size,
-                num_swa_slots=size_swa + page_size,
-                window=window,
-                num_states=self.rows.slots_per_rank,
-                **hooks,
-            )
-            self.tree = tree(
-                self.rows,
-                self.allocator,
-                page_size,
-                sliding_window_size=window or None,
-                recurrent_track_interval=interval,
-            )
-        self.metrics = EngineMetrics()
-        self.scheduler = Scheduler(
-            SchedulerConfig(chunk, overlap, reserve, raise_on_idle_check=True),
-            self.runner,
-            self.tree,
-            self.rows,
-            self.allocator,
-            self.metrics,
-        )
-        self.clients = {}
+        return int(state["pool_tokens"]) - int(state["free_tokens"]) - cached

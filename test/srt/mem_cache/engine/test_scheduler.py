@@ -1,4 +1,4 @@
-"""The scheduler over the fake runner: right tokens whatever happens, and nothing held at the end."""
+"""The scheduler over a fake model of each kind: right tokens whatever happens, and nothing held at the end."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_fakes import VOCAB_SIZE, expected_output
+from engine_fakes import expected_output
+from model_kinds import KINDS, both_loops, kinds
 from null_tree import NullTree
-from scheduler_world import SchedulerWorld, TreeFactory, radix_tree
+from page_tree import PageTree
+from scheduler_traffic import STEM_TOKENS, random_stems, random_tokens, run_random_traffic
+from scheduler_world import SchedulerWorld, radix_tree
 
-from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
 from sgl_jax.srt.mem_cache.hicache.types import TierTokens
 from sgl_jax_hicache.engine.forward_batch import ForwardMode, SamplingParams
 from sgl_jax_hicache.engine.outputs import FinishKind
 from sgl_jax_hicache.engine.scheduler import SchedulerFault
 from sgl_jax_hicache.engine.stop_strings import StopStringMatcher
 from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
-
-both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-
-
-def _prompt(rng: np.random.Generator, length: int) -> list[int]:
-    return rng.integers(0, VOCAB_SIZE, length).tolist()
 
 
 @both_loops
@@ -33,7 +29,7 @@ def test_one_request_gets_the_tokens_of_a_run_without_cache(
     overlap: bool, page_size: int, length: int, rng: np.random.Generator
 ) -> None:
     world = SchedulerWorld(overlap=overlap, page_size=page_size, num_pages=128 // page_size)
-    prompt = _prompt(rng, length)
+    prompt = random_tokens(rng, length)
     client = world.submit("a", prompt, 9)
     world.run()
     assert client.tokens == expected_output(prompt, 9)
@@ -48,7 +44,7 @@ def test_a_long_prompt_is_computed_in_chunks_between_decodes(
     overlap: bool, rng: np.random.Generator
 ) -> None:
     world = SchedulerWorld(overlap=overlap, chunk=8, num_pages=64)
-    short, long = _prompt(rng, 5), _prompt(rng, 50)
+    short, long = random_tokens(rng, 5), random_tokens(rng, 50)
     first = world.submit("short", short, 20)
     world.step(2)
     second = world.submit("long", long, 3)
@@ -66,7 +62,7 @@ def test_a_pool_that_is_too_small_retracts_and_still_answers_everyone(
     overlap: bool, rng: np.random.Generator
 ) -> None:
     world = SchedulerWorld(overlap=overlap, num_pages=12, rows=4, reserve=0.0)
-    prompts = [_prompt(rng, 8) for _ in range(6)]
+    prompts = [random_tokens(rng, 8) for _ in range(6)]
     clients = [world.submit(str(i), prompt, 24) for i, prompt in enumerate(prompts)]
     world.run()
     for prompt, client in zip(prompts, clients, strict=True):
@@ -78,7 +74,7 @@ def test_a_pool_that_is_too_small_retracts_and_still_answers_everyone(
 @both_loops
 def test_full_reserve_never_retracts(overlap: bool, rng: np.random.Generator) -> None:
     world = SchedulerWorld(overlap=overlap, num_pages=12, rows=4, reserve=1.0)
-    clients = [world.submit(str(i), _prompt(rng, 8), 24) for i in range(6)]
+    clients = [world.submit(str(i), random_tokens(rng, 8), 24) for i in range(6)]
     world.run()
     assert sum(client.last.stats.num_retractions for client in clients) == 0
 
@@ -86,7 +82,7 @@ def test_full_reserve_never_retracts(overlap: bool, rng: np.random.Generator) ->
 @both_loops
 def test_a_request_may_fill_the_whole_pool(overlap: bool, rng: np.random.Generator) -> None:
     world = SchedulerWorld(overlap=overlap, num_pages=8, rows=2)
-    prompt = _prompt(rng, 20)
+    prompt = random_tokens(rng, 20)
     client = world.submit("a", prompt, 13)  # 20 + 13 - 1 = 32 slots
     world.run()
     assert client.tokens == expected_output(prompt, 13)
@@ -97,7 +93,7 @@ def test_a_request_that_can_never_fit_ends_with_an_error(
     overlap: bool, rng: np.random.Generator
 ) -> None:
     world = SchedulerWorld(overlap=overlap, num_pages=4)
-    client = world.submit("a", _prompt(rng, 40), 2)
+    client = world.submit("a", random_tokens(rng, 40), 2)
     other = world.submit("b", [1, 2, 3], 2)
     world.run()
     assert client.last.finish is not None
@@ -154,13 +150,14 @@ def test_log_probabilities_follow_their_tokens(overlap: bool) -> None:
 
 
 @both_loops
-@pytest.mark.parametrize("after_steps", range(9))
+@kinds
+@pytest.mark.parametrize("after_steps", range(0, 24, 3))
 def test_abort_at_any_moment_frees_everything(
-    overlap: bool, after_steps: int, rng: np.random.Generator
+    overlap: bool, kind: str, after_steps: int, rng: np.random.Generator
 ) -> None:
-    world = SchedulerWorld(overlap=overlap, chunk=8, rows=1)
-    victim = world.submit("victim", _prompt(rng, 30), 8)
-    waiting = world.submit("waiting", _prompt(rng, 6), 4)
+    world = SchedulerWorld(num_pages=64, chunk=8, rows=1, overlap=overlap, **KINDS[kind])
+    victim = world.submit("victim", random_tokens(rng, 45), 20)
+    waiting = world.submit("waiting", other := random_tokens(rng, 6), 4)
     world.step(after_steps)
     assert world.scheduler.abort("victim")
     assert world.held_tokens() == 0
@@ -171,14 +168,14 @@ def test_abort_at_any_moment_frees_everything(
     num_chunks = len(victim.chunks)
     world.run()
     assert len(victim.chunks) == num_chunks, "nothing comes after the last chunk"
-    assert waiting.last.stats.completion_tokens == 4
+    assert waiting.tokens == expected_output(other, 4)
 
 
 def test_abort_while_waiting(rng: np.random.Generator) -> None:
     world = SchedulerWorld(rows=1)
-    world.submit("running", _prompt(rng, 6), 4)
+    world.submit("running", random_tokens(rng, 6), 4)
     world.step()
-    client = world.submit("waiting", _prompt(rng, 6), 4)
+    client = world.submit("waiting", random_tokens(rng, 6), 4)
     assert world.scheduler.abort("waiting")
     assert client.tokens == []
     world.run()
@@ -198,7 +195,7 @@ def test_overlap_dispatches_the_next_step_before_it_reads_the_last() -> None:
 def test_index_arrays_of_a_dispatched_step_never_change(rng: np.random.Generator) -> None:
     world = SchedulerWorld(num_pages=12, reserve=0.0)
     for i in range(6):
-        world.submit(str(i), _prompt(rng, 8), 24)
+        world.submit(str(i), random_tokens(rng, 8), 24)
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
     def remember(batch: object) -> None:
@@ -222,6 +219,32 @@ def test_a_leak_is_found_when_idle() -> None:
         world.scheduler.check_idle()
 
 
+def test_a_leak_of_each_kind_is_found_when_idle() -> None:
+    world = SchedulerWorld(num_pages=64, tree=PageTree, **KINDS["both"])
+    world.submit("a", list(range(33)), 2)
+    world.run()
+    world.rows.alloc_recurrent_slot()
+    slots = world.allocator.alloc(4)
+    with pytest.raises(SchedulerFault) as caught:
+        world.scheduler.check_idle()
+    message = str(caught.value)
+    assert "full: free" in message
+    assert "; swa: free" in message
+    assert "; states: free" in message
+    world.allocator.free_swa(slots)
+    with pytest.raises(SchedulerFault, match="full: free") as caught:
+        world.scheduler.check_idle()
+    assert "swa" not in str(caught.value)
+
+
+def test_the_state_names_every_pool() -> None:
+    world = SchedulerWorld(num_pages=64, tree=PageTree, **KINDS["both"])
+    state = world.scheduler.state()
+    assert state["pool_tokens"] == state["free_tokens"] == 256
+    assert state["swa"]["pool_tokens"] == state["swa"]["free_tokens"] == 80
+    assert state["states"]["pool_states"] == state["states"]["free_states"] == 4 * 3 + 6
+
+
 def test_a_rid_is_unique_among_unfinished_requests() -> None:
     world = SchedulerWorld()
     world.submit("a", [1], 1)
@@ -232,87 +255,10 @@ def test_a_rid_is_unique_among_unfinished_requests() -> None:
     world.run()
 
 
-class SlowStorageTree(NullTree):
-    """Prefetches become ready when the test says so; everything is recorded."""
-
-    hicache_enabled = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ready: set[str] = set()
-        self.started: list[str] = []
-        self.released: list[str] = []
-        self.admitted: list[str] = []
-        self.asked: list[str] = []
-
-    def start_prefetch(self, rid: str, key: RadixKey) -> None:
-        self.started.append(rid)
-
-    def prefetch_ready(self, rid: str) -> bool:
-        self.asked.append(rid)
-        return rid in self.ready
-
-    def release_prefetch(self, rid: str) -> None:
-        self.released.append(rid)
-
-    def has_pending_work(self) -> bool:
-        return bool(set(self.started) - self.ready - set(self.released))
-
-    def tier_tokens(
-        self, rid: str, prompt_len: int, device_len: int, prefix_len: int
-    ) -> TierTokens:
-        self.admitted.append(rid)
-        return super().tier_tokens(rid, prompt_len, device_len, prefix_len)
-
-
-@both_loops
-def test_a_request_that_waits_for_storage_lets_others_pass(overlap: bool) -> None:
-    world = SchedulerWorld(overlap=overlap, tree=SlowStorageTree, rows=1)
-    world.tree.ready = {"b", "c"}
-    clients = {rid: world.submit(rid, [1, 2, 3], 3) for rid in ("a", "b", "c")}
-    world.step(20)
-    assert clients["a"].chunks == []
-    assert clients["b"].tokens == clients["c"].tokens == expected_output([1, 2, 3], 3)
-    world.tree.ready.add("a")
-    world.run()
-    assert clients["a"].tokens == expected_output([1, 2, 3], 3)
-    assert world.tree.started == ["a", "b", "c"]
-    assert sorted(world.tree.admitted) == ["a", "b", "c"]
-    assert set(world.tree.released) == {"a", "b", "c"}
-
-
-def test_a_prefetch_is_asked_for_only_when_its_request_could_be_admitted() -> None:
-    world = SchedulerWorld(tree=SlowStorageTree, rows=1)
-    world.tree.ready = {"a"}
-    world.submit("a", [1, 2, 3], 20)
-    world.submit("b", [4, 5], 1)
-    world.step(5)
-    assert world.tree.asked == ["a"], "the only row is taken: b's deadline must not run yet"
-    world.scheduler.abort("a")
-    world.scheduler.abort("b")
-    world.run()
-    assert set(world.tree.released) == {"a", "b"}
-
-
-@both_loops
-def test_tiers_are_counted_once_however_often_a_request_is_retracted(
-    overlap: bool, rng: np.random.Generator
-) -> None:
-    world = SchedulerWorld(overlap=overlap, tree=SlowStorageTree, num_pages=12, rows=4, reserve=0.0)
-    rids = [str(i) for i in range(6)]
-    world.tree.ready = set(rids)
-    for rid in rids:
-        world.submit(rid, _prompt(rng, 8), 24)
-    world.run()
-    assert sum(client.last.stats.num_retractions for client in world.clients.values()) > 0
-    assert sorted(world.tree.admitted) == rids
-    assert sorted(world.tree.released) == rids
-
-
 @both_loops
 def test_a_shared_prefix_is_computed_once(overlap: bool, rng: np.random.Generator) -> None:
     world = SchedulerWorld(overlap=overlap, chunk=64)
-    prefix = _prompt(rng, 32)
+    prefix = random_tokens(rng, 32)
     first = world.submit("first", [*prefix, 1, 2], 4)
     world.step()  # its pages are the cache's as soon as their forward is dispatched
     second = world.submit("second", [*prefix, 3, 4], 4)
@@ -324,55 +270,53 @@ def test_a_shared_prefix_is_computed_once(overlap: bool, rng: np.random.Generato
     assert other.last.stats.tiers == TierTokens(computed=34)
 
 
-def test_flush_forgets_the_cache_and_refuses_while_busy() -> None:
-    world = SchedulerWorld()
-    world.submit("a", list(range(20)), 2)
+@kinds
+def test_flush_forgets_the_cache_and_refuses_while_busy(
+    kind: str, rng: np.random.Generator
+) -> None:
+    world = SchedulerWorld(num_pages=64, **KINDS[kind])
+    prompt = random_tokens(rng, 40)
+    world.submit("a", prompt, 2)
     world.step()
     with pytest.raises(SchedulerFault, match="unfinished"):
         world.scheduler.flush()
     world.run()
     assert world.tree.evictable_size() > 0
+    assert (world.tree.recurrent_evictable_size() > 0) == ("states" in KINDS[kind])
     world.scheduler.flush()
-    assert world.allocator.available_size() == world.allocator.size
-    again = world.submit("b", list(range(20)), 2)
+    state = world.scheduler.state()
+    assert state["free_tokens"] == state["pool_tokens"]
+    if "window" in KINDS[kind]:
+        assert world.allocator.swa_available_size() == world.allocator.size_swa
+        assert not world.allocator.full_to_swa_index_mapping.any()
+    assert world.rows.recurrent_available_size() == world.rows.slots_per_rank
+    again = world.submit("b", prompt, 2)
     world.run()
-    assert again.last.stats.tiers == TierTokens(computed=20)
+    assert again.last.stats.tiers == TierTokens(computed=40)
     assert again.tokens == world.clients["a"].tokens
 
 
 @both_loops
+@kinds
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("tree", [radix_tree, NullTree], ids=["radix", "null"])
+@pytest.mark.parametrize("tree", [NullTree, PageTree, radix_tree], ids=["null", "plain", "radix"])
 def test_random_traffic(
-    overlap: bool, page_size: int, tree: TreeFactory, rng: np.random.Generator
+    overlap: bool, kind: str, tree: Any, page_size: int, rng: np.random.Generator
 ) -> None:
+    sizes = dict(KINDS[kind])
+    if "swa_pages" in sizes:
+        sizes["swa_pages"] = sizes["swa_pages"] * 4 // page_size
     world = SchedulerWorld(
-        overlap=overlap,
+        num_pages=120 // page_size,
         page_size=page_size,
-        num_pages=96 // page_size,
         chunk=12,
         reserve=0.1,
         tree=tree,
+        overlap=overlap,
+        **sizes,
     )
-    prompts: dict[str, tuple[list[int], int]] = {}
-    aborted: set[str] = set()
-    stems = [_prompt(rng, 40) for _ in range(3)]
-    for i in range(60):
-        if rng.random() < 0.7:
-            stem = stems[int(rng.integers(0, 3))][: int(rng.integers(0, 41))]
-            prompt = [*stem, *_prompt(rng, int(rng.integers(1, 20)))]
-            prompts[str(i)] = (prompt, int(rng.integers(1, 25)))
-            world.submit(str(i), *prompts[str(i)])
-        if rng.random() < 0.15 and prompts:
-            rid = str(rng.choice(list(prompts)))
-            if world.scheduler.abort(rid):
-                aborted.add(rid)
-        world.step(int(rng.integers(0, 6)))
-        world.allocator.check_invariants()
-    world.run()
-    for rid, (prompt, num_new) in prompts.items():
-        expected = expected_output(prompt, num_new)
-        tokens = world.clients[rid].tokens
-        assert tokens == (expected[: len(tokens)] if rid in aborted else expected)
-    if tree is radix_tree:
-        assert sum(client.last.stats.tiers.device for client in world.clients.values()) > 0
+    stems = random_stems(rng, 3)
+    run_random_traffic(world, rng, stems, num_requests=40)
+    world.serve("a stem", [*stems[0], 0])
+    reused = 0 if tree is NullTree else STEM_TOKENS
+    assert world.serve("the stem again", [*stems[0], 1]).device == reused
