@@ -122,7 +122,7 @@ class PagedTokenToKVPoolAllocator:
         """
         if len(free_index) == 0:
             return
-        pages = np.unique(np.asarray(free_index) // self.page_size).astype(np.int32)
+        pages = _pages_of(np.asarray(free_index), self.page_size)
         if pages[0] < 1 or pages[-1] > self.num_pages:
             raise SlotStateError(f"pages {pages.tolist()} outside [1, {self.num_pages}]")
         bad = pages[self._state[pages] != _OWNED]
@@ -195,3 +195,11 @@ class PagedTokenToKVPoolAllocator:
         self._stack[self._top : self._top + len(pages)] = pages
         self._top += len(pages)
         self._state[pages] = _FREE
+
+
+def _pages_of(slots: Int32Array, page_size: int) -> Int32Array:
+    """The pages that the slots lie in, ascending, each once. Slots come in runs of whole pages: the sort is of the few
+    places where the page changes."""
+    pages = slots // page_size
+    changes = np.flatnonzero(pages[1:] != pages[:-1]) + 1
+    return np.unique(pages[np.concatenate([[0], changes])]).astype(np.int32)

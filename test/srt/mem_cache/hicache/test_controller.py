@@ -155,6 +155,43 @@ def test_a_page_goes_down_and_up_again_bit_for_bit(bench: Bench) -> None:
         np.testing.assert_array_equal(now[untouched], before[untouched])
 
 
+def test_collected_writes_are_one_transfer_that_begins_when_it_is_told_to(bench: Bench) -> None:
+    controller, first, second = bench.controller, bench.alloc(2), bench.alloc(1)
+    controller.collect_write(FULL, first, pages(3, 1))
+    controller.collect_write(FULL, second, pages(7))
+    assert controller.num_in_flight == 2
+    assert bench.pool.is_locked(np.concatenate([first, second])).all()
+    assert bench.settled() == [], "nothing has begun"
+    controller.start_writes()
+    (result,) = bench.settled()
+    assert result.host_pages == (*first.tolist(), *second.tolist())
+    assert result.ok
+    np.testing.assert_array_equal(bench.bytes_of(first), bench.content(pages(3, 1)))
+    np.testing.assert_array_equal(bench.bytes_of(second), bench.content(pages(7)))
+    controller.start_writes()
+    assert bench.settled() == [], "each once"
+
+
+def test_a_page_given_up_before_its_collected_write_began_is_freed_after_it(bench: Bench) -> None:
+    kept, given_up = bench.alloc(1), bench.alloc(1)
+    bench.controller.collect_write(FULL, given_up, pages(1))
+    bench.controller.collect_write(FULL, kept, pages(2))
+    bench.controller.evict_callback(FULL, given_up)
+    others = bench.alloc(NUM_HOST_PAGES - 2)
+    assert not set(others.tolist()) & set(given_up.tolist()), "nobody else may get it yet"
+    bench.controller.start_writes()
+    bench.settled()
+    np.testing.assert_array_equal(bench.bytes_of(kept), bench.content(pages(2)))
+    assert bench.pool.num_free == 1
+
+
+def test_compiling_leaves_no_host_memory_behind(bench: Bench) -> None:
+    empty = bench.pool.host_bytes
+    bench.controller.precompile()
+    assert bench.pool.host_bytes == empty
+    assert bench.pool.num_free == NUM_HOST_PAGES
+
+
 def test_a_backup_has_the_content_of_the_moment_it_was_submitted(bench: Bench) -> None:
     host_pages = bench.alloc(1)
     bench.controller.write(FULL, host_pages, pages(5))

@@ -235,6 +235,23 @@ def test_eviction_takes_the_end_of_the_oldest_path_and_no_more_than_needed() -> 
     world.verify()
 
 
+def test_what_one_eviction_has_to_copy_is_one_transfer() -> None:
+    executor = ManualExecutor()
+    world = World(ratio=1.0, executor=executor)
+    prompts = [tokens(17, 100 * i) for i in range(1, 4)]
+    executor.fail_next += ["no luck"] * 3
+    for token_ids in prompts:
+        world.run(token_ids)
+        world.settle()
+    before = executor.device_jobs
+    world.cache.evict(EvictParams(world.num_tokens))
+    assert executor.device_jobs == before + 1
+    world.settle()
+    world.verify()
+    assert [world.run(token_ids).host for token_ids in prompts] == [16, 16, 16]
+    world.verify_at_rest()
+
+
 def test_children_leave_before_their_parents() -> None:
     world = World(storage=None, device_pages=32)
     system = tokens(8)

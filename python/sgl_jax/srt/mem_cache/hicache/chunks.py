@@ -5,7 +5,7 @@ from __future__ import annotations
 _MAX_CHUNK_BYTES = 32 << 20
 _MAX_CHUNK_PAGES = 64
 _MAX_CHUNK_MOVES = 128
-_STEP = 8
+_STEP = 4
 
 
 def max_chunk_pages(page_bytes: int, num_buffers: int) -> int:
@@ -34,7 +34,7 @@ def split_into_chunks(num_pages: int, largest: int) -> list[slice]:
 
 
 def bucket_sizes(largest: int) -> list[int]:
-    """The lengths of runs, in ascending order: `largest` (a power of two), eighths of it, and 1.
+    """The lengths of runs, in ascending order: `largest` (a power of two), quarters of it, and 1.
 
     Each length is a compilation of seconds, and each run a call of some 0.1 ms.
     """

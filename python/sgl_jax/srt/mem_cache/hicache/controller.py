@@ -43,6 +43,9 @@ from .types import (
 Int32Array = npt.NDArray[np.int32]
 Settled = TransferResult | LookupResult
 
+_PagePairs = tuple[Int32Array, Int32Array]
+"""Host pages and the device pages that they get."""
+
 STORAGE_BATCH_PAGES = 32
 """Pages per storage call: enough to hide the call, few enough that a batch's bytes stay small."""
 
@@ -161,6 +164,7 @@ class HiCacheController:
         self._given_up: dict[ComponentKind, set[int]] = {kind: set() for kind in io}
         self._settled: list[Settled] = []
         self._backup_bytes = 0
+        self._collected: dict[tuple[ComponentKind, int], list[_PagePairs]] = {}
         self._next_id = 0
         self._backoff = {kind: StorageBackoff(clock) for kind in io}
         self._clock = clock
@@ -181,8 +185,9 @@ class HiCacheController:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers and look-ups submitted and not yet handed out by `poll`."""
-        return len(self._pending) + len(self._lookups) + len(self._settled)
+        """Transfers and look-ups submitted and not yet handed out by `poll`, and backups collected."""
+        collected = sum(map(len, self._collected.values()))
+        return len(self._pending) + len(self._lookups) + len(self._settled) + collected
 
     @property
     def num_moving_down(self) -> int:
@@ -200,8 +205,8 @@ class HiCacheController:
         return not waiting or waiting + self._num_bytes(kind, num_pages) <= self._max_backup_bytes
 
     def precompile(self) -> None:
-        """Compile everything a transfer needs, in every size. At start only, with empty pools; writes nothing but each
-        rank's sentinel page."""
+        """Compile everything a transfer needs, in every size. At start only, with empty pools, which hold nothing
+        afterwards; writes nothing but each rank's sentinel page."""
         for io in self._io.values():
             io.transfer.precompile(io.transfer.chunk_pages)
             for num_pages in bucket_sizes(io.transfer.chunk_pages):
@@ -213,6 +218,7 @@ class HiCacheController:
                 io.host_pool.mark_ready(host_pages)
                 io.transfer.to_device(io.host_pool.get(host_pages))
                 io.host_pool.free(host_pages)
+            io.host_pool.clear()  # what it keeps for the next pages, too
 
     def report(self, metrics: HiCacheMetrics) -> None:
         """Bring gauges and storage counters up to date."""
@@ -239,9 +245,48 @@ class HiCacheController:
         The gather is enqueued before this returns, in data order after the last step, so the device pages may be freed
         at once. Never blocks and never raises for a failed transfer: the future's result tells.
         """
+        self._hold_for_backup(kind, host_pages)
+        return self._start_write(kind, host_pages, device_pages, dp_rank)
+
+    def collect_write(
+        self,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        device_pages: Int32Array,
+        dp_rank: int = 0,
+    ) -> None:
+        """`write`, but begun by `start_writes`, as one transfer with whatever else was collected of this component and
+        rank. The device pages may be freed at once, but must not be written before that."""
+        self._hold_for_backup(kind, host_pages)
+        self._collected.setdefault((kind, dp_rank), []).append((host_pages, device_pages))
+
+    @property
+    def has_collected(self) -> bool:
+        """True if `start_writes` has something to begin."""
+        return bool(self._collected)
+
+    def start_writes(self) -> None:
+        """Begin what was collected."""
+        collected, self._collected = self._collected, {}
+        for (kind, dp_rank), pairs in collected.items():
+            host_pages, device_pages = map(np.concatenate, zip(*pairs, strict=True))
+            self._start_write(kind, host_pages, device_pages, dp_rank)
+
+    def _hold_for_backup(self, kind: ComponentKind, host_pages: Int32Array) -> None:
+        self._io[kind].host_pool.lock(host_pages)
+        self._backup_bytes += self._num_bytes(kind, len(host_pages))
+
+    def _start_write(
+        self,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        device_pages: Int32Array,
+        dp_rank: int,
+    ) -> TransferFuture:
+        """Gather and submit; the host pages are locked already."""
         io = self._io[kind]
         future = TransferFuture(self._new_id())
-        self._register(TransferKind.BACKUP, kind, host_pages, future)
+        self._remember(TransferKind.BACKUP, kind, host_pages, future)
         try:
             staged = io.transfer.gather(device_pages, dp_rank)
         except Exception as error:
@@ -360,8 +405,10 @@ class HiCacheController:
         """The tree has given these host pages up: free them now, or, if a transfer holds them, when it is settled."""
         pool = self._io[kind].host_pool
         locked = pool.is_locked(host_pages)
-        self._given_up[kind].update(host_pages[locked].tolist())
-        pool.free(host_pages[~locked])
+        if np.count_nonzero(locked):
+            self._given_up[kind].update(host_pages[locked].tolist())
+            host_pages = host_pages[~locked]
+        pool.free(host_pages)
 
     def release(self, kind: ComponentKind, host_pages: Int32Array) -> None:
         """Undo a lock that the tree itself took on host pages; what it gave up meanwhile is freed."""
@@ -472,13 +519,20 @@ class HiCacheController:
         future: TransferFuture,
     ) -> None:
         """Lock the pages and remember the transfer, before anything is submitted."""
-        num_bytes = self._num_bytes(kind, len(host_pages))
         self._io[kind].host_pool.lock(host_pages)
+        self._remember(transfer_kind, kind, host_pages, future)
+
+    def _remember(
+        self,
+        transfer_kind: TransferKind,
+        kind: ComponentKind,
+        host_pages: Int32Array,
+        future: TransferFuture,
+    ) -> None:
+        num_bytes = self._num_bytes(kind, len(host_pages))
         self._pending[future.transfer_id] = _Pending(
             transfer_kind, kind, host_pages, num_bytes, future
         )
-        if transfer_kind is TransferKind.BACKUP:
-            self._backup_bytes += num_bytes
 
     def _collect(self) -> None:
         for completion in self._executor.poll():
@@ -502,6 +556,7 @@ class HiCacheController:
         ok = np.zeros(len(pending.host_pages), bool)
         if completion.error is None:
             ok[:] = completion.value
+        num_ok = int(np.count_nonzero(ok))
         pool.unlock(pending.host_pages)
         if pending.kind is TransferKind.BACKUP:
             self._backup_bytes -= pending.num_bytes
@@ -509,7 +564,7 @@ class HiCacheController:
             pool.mark_ready(pending.host_pages[ok])
         if pending.kind is TransferKind.STORE:
             # One bad page is that page's trouble; a storage that takes none is the storage's.
-            self._backoff[pending.component].record(bool(ok.any()) or not len(ok))
+            self._backoff[pending.component].record(num_ok > 0 or not len(ok))
         self._free_given_up(pending.component, pending.host_pages)
         result = TransferResult(
             transfer_id=completion.transfer_id,
@@ -518,7 +573,7 @@ class HiCacheController:
             host_pages=tuple(pending.host_pages.tolist()),
             ok_pages=tuple(ok.tolist()),
             error=completion.error,
-            num_bytes=self._num_bytes(pending.component, int(ok.sum())),
+            num_bytes=self._num_bytes(pending.component, num_ok),
             seconds=completion.seconds,
         )
         if pending.future is not None:

@@ -22,11 +22,12 @@ class DeviceEviction:
     def evict_full(self, num_tokens: int, dp_rank: int) -> int:
         """Free at least `num_tokens` Full tokens if that many are evictable; return how many were freed."""
         freed = 0
-        while freed < num_tokens:
-            node = self._tree.full.device.oldest(dp_rank)
-            if node is None:
-                break
-            freed += self._evict_node(node, num_tokens - freed)
+        with self._tree.backing_up():
+            while freed < num_tokens:
+                node = self._tree.full.device.oldest(dp_rank)
+                if node is None:
+                    break
+                freed += self._evict_node(node, num_tokens - freed)
         if freed:
             self._metrics.evicted(Tier.DEVICE, freed // self._tree.codec.page_size)
         return freed
@@ -34,27 +35,29 @@ class DeviceEviction:
     def evict_swa(self, num_tokens: int, dp_rank: int) -> int:
         """Free at least `num_tokens` SWA tokens if that many are evictable; their Full slots stay."""
         tree, freed = self._tree, 0
-        while tree.swa is not None and freed < num_tokens:
-            node = tree.swa.device.oldest(dp_rank)
-            if node is None:
-                break
-            tree.back_up_part(tree.swa, node)
-            freed += len(tree.detach(tree.swa, node))
-            full_slots = tree.full.data(node).device_slots
-            if full_slots is not None:
-                tree.device.free_swa(full_slots, dp_rank)
+        with tree.backing_up():
+            while tree.swa is not None and freed < num_tokens:
+                node = tree.swa.device.oldest(dp_rank)
+                if node is None:
+                    break
+                tree.back_up_part(tree.swa, node)
+                freed += len(tree.detach(tree.swa, node))
+                full_slots = tree.full.data(node).device_slots
+                if full_slots is not None:
+                    tree.device.free_swa(full_slots, dp_rank)
         return freed
 
     def evict_states(self, num_states: int, dp_rank: int) -> int:
         """Free that many recurrent states if they are evictable; return how many were freed."""
         tree, freed = self._tree, 0
-        while tree.recurrent is not None and freed < num_states:
-            node = tree.recurrent.device.oldest(dp_rank)
-            if node is None:
-                break
-            tree.back_up_part(tree.recurrent, node)
-            self._free_state(node)
-            freed += 1
+        with tree.backing_up():
+            while tree.recurrent is not None and freed < num_states:
+                node = tree.recurrent.device.oldest(dp_rank)
+                if node is None:
+                    break
+                tree.back_up_part(tree.recurrent, node)
+                self._free_state(node)
+                freed += 1
         return freed
 
     def _evict_node(self, node: TreeNode, num_tokens: int) -> int:

@@ -92,7 +92,8 @@ class LowerTiers:
         return self.controller.host_pool(kind).num_free >= num_pages
 
     def backup(self, plan: BackupPlan) -> bool:
-        """Start copying a node to the host. False, with nothing changed, if there is no room or too much waits."""
+        """Have a node copied to the host, begun by `start_backups`. False, with nothing changed, if there is no room or
+        too much waits."""
         if not self.controller.backup_fits(plan.component, len(plan.device_pages)):
             return False
         host_pages = self.controller.host_pool(plan.component).alloc(len(plan.device_pages))
@@ -100,10 +101,19 @@ class LowerTiers:
             return False
         component = self._components[plan.component]
         component.host.attach(plan.node, host_pages.copy(), stored=False)
-        self.controller.write(
+        self.controller.collect_write(
             plan.component, host_pages, plan.device_pages, plan.node.namespace.dp_rank
         )
         return True
+
+    @property
+    def has_backups(self) -> bool:
+        """True if `start_backups` has something to begin."""
+        return self.controller.has_collected
+
+    def start_backups(self) -> None:
+        """Begin the backups that were asked for, of each component and rank as one transfer."""
+        self.controller.start_writes()
 
     def adopt(self, component: TreeComponent, node: TreeNode, host_pages: Int32Array) -> None:
         """Give `node` pages that were fetched from storage."""

@@ -228,7 +228,10 @@ class HiCacheMetrics:
 
     def storage(self, component: ComponentKind, stats: StorageStats) -> None:
         """Bring the storage counters of a component up to a snapshot of its storage. Scheduler thread only."""
-        seen = self._storage_seen.get(component, StorageStats())
+        seen = self._storage_seen.get(component)
+        if seen == stats:
+            return
+        seen = seen or StorageStats()
         self._storage_seen[component] = stats
         reads = {
             "hit": stats.hits - seen.hits,
@@ -272,9 +275,9 @@ class HiCacheMetrics:
         return found
 
     def _add(self, counter: Counter, amount: float) -> None:
-        if amount >= 0:
+        if amount > 0:
             counter.inc(amount)
-        else:  # negative or NaN
+        elif amount != 0:  # negative or NaN
             self._faults.inc()
 
     def _observe(self, histogram: Histogram, seconds: float) -> None:

@@ -95,10 +95,11 @@ class StorageWriter:
             # Written first: pages on their way to storage are not dropped to make room for the others.
             for component, node in missing:
                 tree.store_part(component, node)
-            num_backups = sum(
-                node.parent is not None and bool(tree.back_up_part(component, node))
-                for component, node in missing
-            )
+            with tree.backing_up():
+                num_backups = sum(
+                    node.parent is not None and bool(tree.back_up_part(component, node))
+                    for component, node in missing
+                )
         return False
 
     def reset(self) -> None:

@@ -9,7 +9,8 @@ Scheduler thread only; nothing here blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -228,6 +229,18 @@ class TieredTree:
 
     # -- device -> host ----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def backing_up(self) -> Iterator[None]:
+        """Around calls of `back_up_part`: at the end, in whatever way, the backups begin, as few gathers for all of
+        them. Nobody may write the device meanwhile; what is freed is free for those who come after."""
+        try:
+            yield
+        finally:
+            if self._tiers is not None and self._tiers.has_backups:
+                if self.donation_barrier is not None:
+                    self.donation_barrier()
+                self._tiers.start_backups()
+
     def back_up(self, path: Sequence[TreeNode]) -> None:
         """Start the backup of what the path's nodes lack on the host, from the top: a Full child is of use only with
         what lies above it. Each component stops where it has no room; eviction or the next insert tries again.
@@ -235,23 +248,22 @@ class TieredTree:
         What made room on the host while on the device is left until it leaves the device: copied again with every chunk
         of a long prompt, the nodes of its path would push each other out in turn.
         """
-        for component in self.components:
-            for node in path:
-                if component.data(node).mirror_dropped:
-                    continue
-                if self.back_up_part(component, node) is False:
-                    break
+        with self.backing_up():
+            for component in self.components:
+                for node in path:
+                    if component.data(node).mirror_dropped:
+                        continue
+                    if self.back_up_part(component, node) is False:
+                        break
 
     def back_up_part(self, component: TreeComponent, node: TreeNode) -> bool | None:
-        """Start the backup of what the node's component lacks on the host. False if there is no room, None if it lacks
-        nothing."""
+        """Have backed up what the node's component lacks on the host, within `backing_up`. False if there is no room,
+        None if it lacks nothing."""
         plan = component.write_through(node)
         if plan is None:
             return None
         if not self.make_host_room(component, len(plan.device_pages)):
             return False
-        if self.donation_barrier is not None:
-            self.donation_barrier()
         return self.tiers.backup(plan)
 
     def make_host_room(self, component: TreeComponent, num_pages: int) -> bool:

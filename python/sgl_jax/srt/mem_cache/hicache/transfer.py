@@ -91,19 +91,22 @@ class PageTransfer:
     def gather(self, rows: DeviceRows, dp_rank: int = 0) -> StagedPages:
         """Enqueue a copy of rows; never waits. Engine thread only. ValueError on rows outside the rank."""
         rows = self._checked_rows(rows, dp_rank)
-        buffers = self._grouped_arrays()
-        placement, pages = self._placement, list[Stacks]()
-        for run in split_into_chunks(len(rows), self.chunk_pages):
-            index, num_pages = placement.index(rows[run], dp_rank), run.stop - run.start
-            if isinstance(placement, HostDevice):
-                blank = tuple(self._hosts[dp_rank].blank_pages(num_pages))
-                pages.extend(placement.gather_into_program()(index, buffers, blank))
-            else:
-                pages.extend(placement.gather_program(num_pages)(index, buffers))
-        if isinstance(placement, HostDevice):
-            host_pages = tuple(HostPage(arrays, writable=True) for arrays in pages)
-            return StagedPages(dp_rank, tuple(pages), host_pages)
-        return StagedPages(dp_rank, tuple(pages))
+        buffers, placement = self._grouped_arrays(), self._placement
+        runs = split_into_chunks(len(rows), self.chunk_pages)
+        pages: list[Stacks] = []
+        if not isinstance(placement, HostDevice):
+            for run in runs:
+                index = placement.index(rows[run], dp_rank)
+                pages.extend(placement.gather_program(len(index))(index, buffers))
+            return StagedPages(dp_rank, tuple(pages))
+        blank, program = (
+            self._hosts[dp_rank].blank_pages(len(rows)),
+            placement.gather_into_program(),
+        )
+        for run in runs:
+            pages.extend(program(rows[run], buffers, tuple(blank[run])))
+        host_pages = tuple([HostPage(arrays, writable=True) for arrays in pages])
+        return StagedPages(dp_rank, tuple(pages), host_pages)
 
     def to_host(self, staged: StagedPages) -> list[HostPage]:
         """Start the copies to host memory; the arrays returned become ready by themselves. Any thread."""
@@ -189,7 +192,8 @@ class PageTransfer:
             raise ValueError(f"dp_rank {dp_rank} outside [0, {self._buffers.dp_size})")
         checked = np.array(rows, dtype=np.int32, ndmin=1)
         limit = self._buffers.rows_per_rank
-        if checked.ndim != 1 or ((checked < 0) | (checked >= limit)).any():
+        # Seen as unsigned, a negative row is above every limit.
+        if checked.ndim != 1 or np.count_nonzero(checked.view(np.uint32) >= limit):
             raise ValueError(f"rows {checked[:8].tolist()} are not a list within [0, {limit})")
         return checked
 

@@ -29,7 +29,13 @@ class PageLink:
     index: int
 
 
-class Tier(enum.Enum):
+class _Name(enum.Enum):
+    """Members are compared, and so hashed, by identity: Enum's own hash is a Python call on every look-up."""
+
+    __hash__ = object.__hash__
+
+
+class Tier(_Name):
     """Where the tokens of a prompt came from; COMPUTED closes the sum to the prompt's length."""
 
     DEVICE = "device"
@@ -38,7 +44,7 @@ class Tier(enum.Enum):
     COMPUTED = "computed"
 
 
-class ComponentKind(enum.Enum):
+class ComponentKind(_Name):
     """The attention types whose per-token data a tree node can own."""
 
     FULL = "full"
@@ -46,7 +52,7 @@ class ComponentKind(enum.Enum):
     RECURRENT = "recurrent"
 
 
-class TransferKind(enum.Enum):
+class TransferKind(_Name):
     """The four moves between tiers, named by direction."""
 
     BACKUP = "backup"  # device -> host (D2H)

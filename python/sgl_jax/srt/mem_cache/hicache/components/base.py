@@ -174,9 +174,7 @@ class TreeComponent(ABC):
         """True if every page of the node is complete on the host."""
         pages = self.data(node).host_pages
         return (
-            pages is not None
-            and self._host_pool is not None
-            and bool(self._host_pool.is_ready(pages).all())
+            pages is not None and self._host_pool is not None and self._host_pool.all_ready(pages)
         )
 
     def storage_candidates(self, first: int, end: int) -> range:

@@ -27,6 +27,8 @@ from .page_table import HostPages, PageState, PageTable
 
 ByteArray = npt.NDArray[np.uint8]
 
+_READY = int(PageState.READY)
+
 Slab = tuple[jax.Array, ...]
 """Many pages in host memory: the arrays of a `HostPage` with a leading axis [num_pages]."""
 
@@ -114,8 +116,9 @@ class HostKVPool(ABC):
     def mark_ready(self, host_pages: HostPages) -> None:
         """Publish WRITING pages whose bytes were put; PageStateError (nothing changed) if one has none."""
         pages = self._table.require(host_pages, PageState.WRITING, "marked ready")
-        if not self._filled[pages].all():
-            empty = pages[~self._filled[pages]]
+        filled = self._filled[pages]
+        if np.count_nonzero(filled) != len(pages):
+            empty = pages[~filled]
             raise PageStateError(f"host pages {empty[:8].tolist()} marked ready without bytes")
         self._table.mark_ready(pages)
 
@@ -147,7 +150,11 @@ class HostKVPool(ABC):
 
     def is_ready(self, host_pages: HostPages) -> npt.NDArray[np.bool_]:
         """Which pages are READY: bool[num_pages]."""
-        return np.equal(self._table.states_of(host_pages), PageState.READY)
+        return np.equal(self._table.states_of(host_pages), _READY)
+
+    def all_ready(self, host_pages: HostPages) -> bool:
+        """True if every one of the pages is READY."""
+        return not np.count_nonzero(self._table.states_of(host_pages) != _READY)
 
     def is_locked(self, host_pages: HostPages) -> npt.NDArray[np.bool_]:
         """Which pages have at least one lock: bool[num_pages]."""
@@ -191,8 +198,8 @@ class HostKVPool(ABC):
         """Raise InvariantError with the numbers if a fact of the class is broken; O(num_pages)."""
         self._table.check_invariants()
         states = self._table.states_of(np.arange(self.num_pages, dtype=np.int32))
-        wrong = ((states == PageState.FREE) & self._filled) | (
-            (states == PageState.READY) & ~self._filled
+        wrong = ((states == int(PageState.FREE)) & self._filled) | (
+            (states == _READY) & ~self._filled
         )
         if wrong.any():
             raise InvariantError(

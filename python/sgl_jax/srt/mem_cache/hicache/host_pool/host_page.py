@@ -30,7 +30,7 @@ class SparePages:
         """Keep at most that many from now on; what is more is let go."""
         self._limit = num_pages
         while len(self._spares) > num_pages:
-            self._pop()
+            self.take(1)
 
     def offer(self, arrays: HostArraysOfPage) -> None:
         """Keep the arrays of a page that nobody refers to, if there is room."""
@@ -40,15 +40,12 @@ class SparePages:
     def take(self, num_pages: int) -> list[HostArraysOfPage]:
         """Up to that many, to be written over."""
         taken: list[HostArraysOfPage] = []
-        while len(taken) < num_pages and (arrays := self._pop()) is not None:
-            taken.append(arrays)
-        return taken
-
-    def _pop(self) -> HostArraysOfPage | None:
         try:
-            return self._spares.pop()
-        except IndexError:  # another thread was faster
-            return None
+            for _ in range(num_pages):
+                taken.append(self._spares.pop())
+        except IndexError:  # no more, or another thread was faster
+            pass
+        return taken
 
 
 class HostPage:
