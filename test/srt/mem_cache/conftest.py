@@ -34,7 +34,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 FIGURES = pytest.StashKey[Figures]()
-NUM_SOAK_TESTS = pytest.StashKey[int]()
+SOAK_PARTS = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,10 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = Figures()
 
 
+def soak_parts(item: pytest.Item) -> int:
+    """How many parts of the soak's time a test takes: those of its mark, none if it ends by itself."""
+    if "soak_seconds" not in getattr(item, "fixturenames", ()):
+        return 0
+    mark = item.get_closest_marker("soak")
+    assert mark is not None, f"{item.nodeid} asks for soak_seconds and is not marked soak"
+    parts: int = mark.kwargs.get("parts", 1)
+    return parts
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `soak` tests unless -m asks for them, and `accelerator` tests where there is none."""
     soak = [item for item in items if item.get_closest_marker("soak")]
-    config.stash[NUM_SOAK_TESTS] = len(soak)
+    config.stash[SOAK_PARTS] = sum(map(soak_parts, soak))
     if not config.getoption("-m"):
         items[:] = [item for item in items if item not in soak]
         if soak:
@@ -81,9 +91,9 @@ def figures(request: pytest.FixtureRequest) -> Figures:
 
 @pytest.fixture
 def soak_seconds(request: pytest.FixtureRequest) -> float:
-    """The time that this soak test has: an equal part of `--soak-minutes`."""
+    """The time that this soak test has: its parts of `--soak-minutes`."""
     minutes: float = request.config.getoption("--soak-minutes")
-    return 60.0 * minutes / max(request.config.stash[NUM_SOAK_TESTS], 1)
+    return 60.0 * minutes * soak_parts(request.node) / request.config.stash[SOAK_PARTS]
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """What a soak run is judged by: how long each soak test may go on, and the figures that it prints at the end.
 
-`make soak` gives its time to the selected soak tests in equal parts (`soak_seconds`). A test adds up what it did in
-`figures`; the sum over all tests is printed last. `wrong_tokens` is always there: a run that counted none of them says
-so with a 0.
+`make soak` divides its time among the selected soak tests (`soak_seconds`): one part each, or as many as the mark says,
+`@pytest.mark.soak(parts=4)`. A test adds up what it did in `figures`; the sum over all tests is printed last.
+`wrong_tokens` is always there: a run that counted none of them says so with a 0.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ The short form runs over the fake model in this process; the soak runs real serv
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -59,25 +61,52 @@ def test_a_crowd_gets_the_tokens_of_a_run_without_a_cache(
             for _ in range(4):
                 num_damaged += damage_one(tmp_path / "root", dice)
         counts = crowd.stop()
+        crowd.check()
         assert num_damaged > 10
         assert counts["left"] and counts["aborted"]
         for tier in ("device", "host", "storage"):
             assert world.metric("prompt_tokens_total", tier=tier) > 0, tier
 
 
-@pytest.fixture(scope="module")
-def script() -> Script:
+@dataclass(frozen=True)
+class Served:
+    """A model, how it is served, and its answers without any cache."""
+
+    model: str
+    flags: tuple[str, ...]
+    bound: str
+    script: Script
+
+
+# The bound on the files holds about a tenth of what the prompts need.
+SERVED = {
+    "full": (MODEL, PAGE_SIZE, "4MiB"),
+    "hybrid": ("random:tiny-hybrid:0", 16, "1MiB"),
+}
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest) -> Served:
     """Prompts for the real servers, answered by an engine that reuses nothing."""
+    model, page_size, bound = SERVED[request.param]
+    flags = ["--model-path", model, "--page-size", str(page_size)]
+    if request.param == "hybrid":
+        flags += ["--hicache-checkpoint-interval", "64", "--chunked-prefill-size", "128"]
     prompts = make_prompts(random.Random(1), 60, 330, 250)
     args = EngineArgs(
-        model_path=MODEL, page_size=PAGE_SIZE, max_total_tokens=2048, disable_radix_cache=True
+        model_path=model,
+        page_size=page_size,
+        max_total_tokens=2048,
+        chunked_prefill_size=128,
+        disable_radix_cache=True,
     )
     with build_engine(args) as engine:
         results = engine.generate(
             input_ids=prompts, sampling_params={"max_new_tokens": MOST_NEW, "ignore_eos": True}
         )
     answers = [result["output_ids"] for result in results]
-    return Script({tuple(p): answer for p, answer in zip(prompts, answers, strict=True)})
+    script = Script({tuple(p): answer for p, answer in zip(prompts, answers, strict=True)})
+    return Served(model, tuple(flags), bound, script)
 
 
 @contextmanager
@@ -91,23 +120,42 @@ def server(folder: Path, *flags: str) -> Iterator[ServerProcess]:
             running.end(kill=True)
 
 
-@pytest.mark.soak
+def stop(crowd: Crowd, figures: Figures) -> None:
+    """The crowd's counts are figures, also if something was wrong with its answers, which ends the test."""
+    counts = crowd.stop()
+    figures.add(requests=counts["requests"], wrong_tokens=counts["wrong_tokens"])
+    crowd.check()
+
+
+def tokens_by_tier(running: ServerProcess) -> dict[str, int]:
+    """Prompt tokens so far, by the tier that served them."""
+    sample = re.compile(r'^sglang:hicache_prompt_tokens_total\{tier="(\w+)"\} (\S+)$', re.MULTILINE)
+    text = running.client.get("/metrics").text
+    return {f"tokens_from_{tier}": int(float(n)) for tier, n in sample.findall(text)}
+
+
+@pytest.mark.soak(parts=8)
 def test_sixty_four_clients_and_a_vandal(
-    tmp_path: Path, dice: random.Random, script: Script, soak_seconds: float, figures: Figures
+    tmp_path: Path, dice: random.Random, served: Served, soak_seconds: float, figures: Figures
 ) -> None:
     """All levels thrash, files are damaged all the time: no wrong token, nothing grows, the end is orderly."""
     end_s = time.monotonic() + soak_seconds
     root = tmp_path / "pages"
-    with server(tmp_path, "--hicache-storage-max-bytes", "4MiB") as running:
+    flags = (*served.flags, "--hicache-storage-max-bytes", served.bound)
+    with server(tmp_path, *flags) as running:
         process = psutil.Process(running.pid)
-        crowd = Crowd(str(running.client.base_url), script, NUM_CLIENTS, dice, tolerant=False)
+        url = str(running.client.base_url)
+        crowd = Crowd(url, served.script, NUM_CLIENTS, dice, tolerant=False)
         answers = crowd.wait(500)
         before = (process.memory_info().rss, process.num_threads())
         while time.monotonic() < end_s:
             answers = crowd.wait(answers + dice.randrange(1, 20))
             figures.add(damaged_files=damage_one(root, dice))
-        counts = crowd.stop()
-        figures.add(requests=counts["requests"], wrong_tokens=counts["wrong_tokens"])
+        stop(crowd, figures)
+        by_tier = tokens_by_tier(running)
+        figures.add(**by_tier)
+        assert len(by_tier) == 4
+        assert all(by_tier.values()), by_tier
         assert running.client.post("/flush_cache").status_code == 200
         state = running.client.get("/get_server_info").json()["state"]
         assert state["free_tokens"] == state["pool_tokens"] == MAX_TOTAL_TOKENS
@@ -118,29 +166,27 @@ def test_sixty_four_clients_and_a_vandal(
         assert running.end(kill=False) == 0
 
 
-@pytest.mark.soak
+@pytest.mark.soak(parts=4)
 def test_servers_on_one_directory_killed_under_traffic(
-    tmp_path: Path, dice: random.Random, script: Script, soak_seconds: float, figures: Figures
+    tmp_path: Path, dice: random.Random, served: Served, soak_seconds: float, figures: Figures
 ) -> None:
     """Two servers share a directory; one after the other is killed, or told to end, and comes back to its pages."""
     end_s = time.monotonic() + soak_seconds
-    root = tmp_path / "pages"
+    root, script = tmp_path / "pages", served.script
     rounds = 0
-    with server(tmp_path) as steady:
+    with server(tmp_path, *served.flags) as steady:
         beside = Crowd(str(steady.client.base_url), script, 4, dice, tolerant=False)
         while rounds < 4 or time.monotonic() < end_s:
             rounds += 1
             kill = rounds % 4 != 0
-            with server(tmp_path) as doomed:
+            with server(tmp_path, *served.flags) as doomed:
                 crowd = Crowd(str(doomed.client.base_url), script, 8, dice, tolerant=True)
                 crowd.wait(dice.randrange(1, 60))
                 status = doomed.end(kill=kill)
                 assert status == (SIGKILLED if kill else 0), doomed.log_path.read_text()[-2000:]
-                counts = crowd.stop()
-            figures.add(kills=int(kill), requests=counts["requests"])
-            figures.add(wrong_tokens=counts["wrong_tokens"], operations=verify_all(root))
-        counts = beside.stop()
-        figures.add(requests=counts["requests"], wrong_tokens=counts["wrong_tokens"])
+                stop(crowd, figures)
+            figures.add(kills=int(kill), operations=verify_all(root))
+        stop(beside, figures)
         assert steady.end(kill=False) == 0
     verify_all(root)
 

@@ -322,7 +322,7 @@ def test_random_histories(name: str, seed: int) -> None:
     run_histories(KINDS[name], seed, num_histories=8)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(parts=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_random_histories_for_long(
     name: str, seed: int, soak_seconds: float, figures: Figures
