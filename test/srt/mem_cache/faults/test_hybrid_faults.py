@@ -223,7 +223,7 @@ def test_the_end_of_what_is_computed_always_has_its_window(length: int, chunk: i
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_the_host_has_room_for_windows_whatever_its_size(ratio: float) -> None:
     """Fault 40: there is one size for all kinds; it cannot be set so that Full pages have no windows."""
-    world = hybrid(SLIDES, ratio=ratio)
+    world = hybrid(SLIDES, interval=64, ratio=ratio)
     world.run(tokens(24))
     world.clear_device()
     assert world.match(tokens(24)) == (0, 24)
