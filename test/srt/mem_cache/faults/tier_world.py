@@ -133,10 +133,11 @@ class TierWorld:
         return {tier: count for tier, count in tiers.items() if count}
 
     def settle(self) -> None:
-        """Until no transfer is under way."""
+        """Until no request runs, those included whose clients have left, and no transfer is under way."""
         deadline_s = time.monotonic() + WAIT_S
-        while self.engine.get_server_info()["state"]["pending_transfers"]:
-            assert time.monotonic() < deadline_s, "transfers do not come to an end"
+        busy = ("running_requests", "waiting_requests", "pending_transfers")
+        while any((state := self.engine.get_server_info()["state"])[name] for name in busy):
+            assert time.monotonic() < deadline_s, f"no end comes: {state}"
 
     def forget(self) -> None:
         """Empty device and host."""
