@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
 from sgl_jax.srt.mem_cache.hicache.metrics import PREFIX, HiCacheMetrics
+from sgl_jax_hicache import overlay
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "hicache.md").read_text(encoding="utf-8")
@@ -97,6 +98,17 @@ def test_the_table_of_metrics_has_every_metric_with_its_labels() -> None:
         assert set(labels) == set(metrics[name]), name
         for label, values in labels.items():
             assert not values or values == metrics[name][label], (name, label)
+
+
+def test_the_table_of_modules_has_every_module() -> None:
+    folder = overlay.tree_root() / "sgl_jax" / "srt" / "mem_cache" / "hicache"
+    there = {p.name if p.is_file() else f"{p.name}/" for p in folder.iterdir()}
+    listed = {
+        name
+        for row in rows(GUIDE, "## Where is what")
+        for name in re.findall(r"`([\w/.]+)`", row[0])
+    }
+    assert listed - {"../unified_radix_cache.py"} == there - {"__init__.py", "__pycache__/"}
 
 
 def anchors(path: Path) -> set[str]:
