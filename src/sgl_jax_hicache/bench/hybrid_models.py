@@ -16,13 +16,14 @@ WORD_BYTES = 4
 class HybridModel:
     """Layers and what they keep: `full_token_bytes` and `sliding_token_bytes` for one token in one layer of the kind,
     `state_bytes` for one state in one recurrent layer, the convolution's part included. `window` in tokens, the current
-    one included; None without sliding layers. `about`: what the numbers are those of.
+    one included; None without sliding layers. `about`: what the numbers are those of. Without full layers a Full page
+    is only the name of its tokens.
     """
 
     name: str
     about: str
-    full_layers: int
-    full_token_bytes: int
+    full_layers: int = 0
+    full_token_bytes: int = 0
     sliding_layers: int = 0
     sliding_token_bytes: int = 0
     window: int | None = None
@@ -35,31 +36,33 @@ class HybridModel:
         return self.full_layers + self.sliding_layers + self.recurrent_layers
 
     @property
-    def depth_ratio(self) -> float:
-        """Bytes of a token if all layers were full, in units of what the Full layers take."""
-        return self.num_layers / self.full_layers
+    def all_full_token_bytes(self) -> int:
+        """Bytes of a token if all layers were full."""
+        return self.num_layers * (self.full_token_bytes or self.sliding_token_bytes)
 
     def words(self, page_size: int) -> PageWords:
         """The model in small. A Full page has a byte for each token at least: a smaller one is taken for a name (see
         `pool_buffers`)."""
-        full = -(-page_size // WORD_BYTES)
         full_bytes = self.full_layers * self.full_token_bytes * page_size
+        sliding_bytes = self.sliding_layers * self.sliding_token_bytes * page_size
+        scale = -(-page_size // WORD_BYTES) / (full_bytes or sliding_bytes)
         return PageWords(
-            full=full,
-            sliding=round(
-                full * self.sliding_layers * self.sliding_token_bytes * page_size / full_bytes
-            ),
-            state=round(full * self.recurrent_layers * self.state_bytes / full_bytes),
+            full=round(scale * full_bytes),
+            sliding=round(scale * sliding_bytes),
+            state=round(scale * self.recurrent_layers * self.state_bytes),
+            all_full=round(scale * self.all_full_token_bytes * page_size),
         )
 
 
 @dataclass(frozen=True)
 class PageWords:
-    """32-bit words of a Full page, of a page of all sliding layers, and of a state of all recurrent layers."""
+    """32-bit words of a Full page, of a page of all sliding layers, of a state of all recurrent layers, and of a page if
+    all layers were full."""
 
     full: int
     sliding: int
     state: int
+    all_full: int
 
 
 def attention_bytes(kv_heads: int, key_dim: int, value_dim: int, value_bytes: int = 2) -> int:
@@ -82,6 +85,13 @@ _QWEN_ATTENTION = attention_bytes(2, 256, 256)
 _QWEN_STATE = delta_state_bytes(32, 16, 128, 128, 4)
 
 HYBRIDS = (
+    HybridModel(
+        "swa, window 4096",
+        "Mistral 7B v0.1: 32 layers, all sliding, 8 KV heads of 128",
+        sliding_layers=32,
+        sliding_token_bytes=attention_bytes(8, 128, 128),
+        window=4096,
+    ),
     HybridModel(
         "full+swa, window 1024",
         "Gemma-3 27B: 62 layers, every sixth full, 16 KV heads of 128",

@@ -60,16 +60,24 @@ class DeviceSizes:
 def layouts_of(model: HybridModel, page_size: int) -> dict[ComponentKind, PageLayout]:
     """The components' pages as the cache sees them."""
     words = model.words(page_size)
-    sizes = {
-        ComponentKind.FULL: words.full,
-        ComponentKind.SWA: words.sliding,
-        ComponentKind.RECURRENT: words.state,
+    buffers = {
+        ComponentKind.FULL: _words_layout(words.full) if words.full else _NAME,
+        ComponentKind.SWA: _words_layout(words.sliding),
+        ComponentKind.RECURRENT: _words_layout(words.state),
     }
     return {
-        kind: PageLayout(kind, page_size, (BufferLayout("words", (n,), "float32", n * WORD_BYTES),))
-        for kind, n in sizes.items()
-        if n
+        kind: PageLayout(kind, page_size, (buffer,))
+        for kind, buffer in buffers.items()
+        if buffer.row_bytes
     }
+
+
+def _words_layout(num_words: int) -> BufferLayout:
+    return BufferLayout("words", (num_words,), "float32", num_words * WORD_BYTES)
+
+
+_NAME = BufferLayout("names", (1,), "uint8", 1)
+"""A Full page without layers, as the cache keeps it (see `pool_buffers`)."""
 
 
 def window_pages(model: HybridModel, page_size: int) -> int:
@@ -90,7 +98,8 @@ def device_sizes(
     layouts, reach = layouts_of(model, page_size), window_pages(model, page_size)
     points = Checkpoints(page_size, reach, chosen_interval(model, page_size))
     sliding = states = 0
-    if model.window is not None:
+    # Where every Full page has its sliding one, the windows of a request are among them.
+    if model.window is not None and points.window_share < 1:
         sliding = SWABounds(page_size, model.window, chunk_tokens).prefilling // page_size
     if model.recurrent_layers:
         states = 1 + TRACK_SLOTS
@@ -109,20 +118,20 @@ def device_sizes(
 
 
 class WordPool:
-    """`kv_buffer`: one float32[pages + 1, words], of which row 0 is the sentinel."""
+    """`kv_buffer`: one float32[pages + 1, words], of which row 0 is the sentinel; none if pages have no words."""
 
     def __init__(self, num_pages: int, page_size: int, num_words: int) -> None:
         self.page_size = page_size
         self.size = num_pages * page_size
-        self.kv_buffer = [_zeros(num_pages + 1, num_words)]
+        self.kv_buffer = [_zeros(num_pages + 1, num_words)] if num_words else []
 
     def write(self, pages: Int32Array, marks: FloatArray) -> None:
         """Fill pages with what their marks stand for, in place, as a forward step does."""
-        self.kv_buffer[0] = _fill(self.kv_buffer[0], *_padded(pages, marks))
+        self.kv_buffer[:] = [_fill(words, *_padded(pages, marks)) for words in self.kv_buffer]
 
     def holds(self, pages: Int32Array, marks: FloatArray) -> bool:
         """True if every word of these pages is the marks'."""
-        return bool(_check(self.kv_buffer[0], *_padded(pages, marks)))
+        return all(bool(_check(words, *_padded(pages, marks))) for words in self.kv_buffer)
 
 
 class WordStates:

@@ -67,8 +67,7 @@ class Memory:
 
     def block_bytes(self, model: HybridModel) -> int:
         """Bytes of a block in the model's small pages, if all its layers were full."""
-        page_bytes = model.words(self.page_size).full * WORD_BYTES * model.depth_ratio
-        return round(BLOCK_TOKENS // self.page_size * page_bytes)
+        return BLOCK_TOKENS // self.page_size * model.words(self.page_size).all_full * WORD_BYTES
 
     def config(self, model: HybridModel) -> HiCacheConfig:
         """The flags that give these sizes."""
