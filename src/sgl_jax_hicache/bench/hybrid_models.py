@@ -56,8 +56,8 @@ class HybridModel:
 
 @dataclass(frozen=True)
 class PageWords:
-    """32-bit words of a Full page, of a page of all sliding layers, of a state of all recurrent layers, and of a page if
-    all layers were full."""
+    """32-bit words of a Full page, of a page of all sliding layers, of a state of all recurrent layers, and of a page
+    if all layers were full."""
 
     full: int
     sliding: int

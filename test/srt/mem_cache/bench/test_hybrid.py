@@ -30,6 +30,7 @@ from sgl_jax_hicache.bench.record import Record, write_json
 from sgl_jax_hicache.bench.replay_engine import ReplayError
 from sgl_jax_hicache.bench.trace import TraceRequest, read_trace
 
+SWA_ONLY = HybridModel("swa only", "a test", sliding_layers=2, sliding_token_bytes=64, window=700)
 SWA = HybridModel("swa", "a test", 1, 64, sliding_layers=2, sliding_token_bytes=64, window=700)
 STATES = HybridModel("states", "a test", 1, 64, recurrent_layers=3, state_bytes=40_000)
 ALL = HybridModel(
@@ -43,7 +44,7 @@ ALL = HybridModel(
     recurrent_layers=2,
     state_bytes=40_000,
 )
-KINDS = (SWA, STATES, ALL)
+KINDS = (SWA_ONLY, SWA, STATES, ALL)
 INTERVAL = 2048  # four blocks
 
 
@@ -69,16 +70,19 @@ def blocks(model: HybridModel, prompts: list[TraceRequest], given: Memory) -> li
 @pytest.mark.parametrize("model", HYBRIDS, ids=lambda model: model.name)
 @pytest.mark.parametrize("page_size", [128, 512])
 def test_small_pages_have_the_proportions_of_the_model(model: HybridModel, page_size: int) -> None:
+    name_bytes = 0 if model.full_layers else 1
     true = {
-        ComponentKind.FULL: model.full_layers * model.full_token_bytes * page_size,
+        ComponentKind.FULL: model.full_layers * model.full_token_bytes * page_size + name_bytes,
         ComponentKind.SWA: model.sliding_layers * model.sliding_token_bytes * page_size,
         ComponentKind.RECURRENT: model.recurrent_layers * model.state_bytes,
     }
     small = layouts_of(model, page_size)
+    assert small[ComponentKind.FULL].page_bytes == page_size * bool(model.full_layers) + name_bytes
+    largest = max(true, key=true.__getitem__)
     for kind, num_bytes in true.items():
-        if num_bytes:
-            share = small[kind].page_bytes / small[ComponentKind.FULL].page_bytes
-            assert share == pytest.approx(num_bytes / true[ComponentKind.FULL], rel=0.01)
+        if num_bytes > 1:
+            share = small[kind].page_bytes / small[largest].page_bytes
+            assert share == pytest.approx(num_bytes / true[largest], rel=0.01)
     real = {
         kind: PageLayout(kind, page_size, (BufferLayout("all", (n,), "uint8", n),))
         for kind, n in true.items()
@@ -121,6 +125,7 @@ def test_every_level_takes_the_bytes_it_may_and_no_more(model: HybridModel) -> N
         (FULL, ((0, 0), (10, 0), (0, 0), (0, 0), (0, 12))),
         # The end of a prompt keeps its window: the next turn goes on there.
         (SWA, ((0, 0), (10, 0), (0, 0), (0, 0), (0, 12))),
+        (SWA_ONLY, ((0, 0), (10, 0), (0, 0), (0, 0), (0, 12))),
         # States are kept at every fourth block only.
         (STATES, ((0, 0), (8, 0), (0, 0), (0, 0), (0, 12))),
         (ALL, ((0, 0), (8, 0), (0, 0), (0, 0), (0, 12))),
