@@ -6,13 +6,19 @@ request here is also a check of its tokens.
 
 from __future__ import annotations
 
+import re
+from operator import attrgetter
+
+import jax.numpy as jnp
 import pytest
 from hybrid_checks import check, check_at_rest
-from hybrid_pools import FULL, MIXES, STATE, SWA, Mix, encoded
+from hybrid_pools import FULL, MIXES, STATE, SWA, DevicePools, Mix, encoded
 from hybrid_world import HybridWorld, Settings
 
 from sgl_jax.srt.mem_cache.hicache.config import WritePolicy
 from sgl_jax.srt.mem_cache.hicache.coverage import Coverage, Part, usable_prefix
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+from sgl_jax.srt.mem_cache.hicache.pool_buffers import component_buffers
 from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
 from sgl_jax.srt.mem_cache.unified_radix_cache import _namespace
@@ -62,6 +68,32 @@ def test_two_requests_load_different_kinds_of_one_node_at_once() -> None:
         assert world.extend(req, 64)
         world.finish(req)
     check_at_rest(world)
+
+
+@pytest.mark.parametrize(
+    ("mix", "pool"),
+    [
+        ("full", "kvcache"),
+        ("full-swa", "kvcache"),
+        ("full-swa", "kvcache.full_kv_pool"),
+        ("full-swa", "kvcache.swa_kv_pool"),
+        ("swa-only", "kvcache.full_kv_pool"),
+        ("full-recurrent", "states"),
+    ],
+)
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_a_pool_with_a_buffer_that_is_on_no_list_is_refused(
+    mix: str, pool: str, in_dict: bool
+) -> None:
+    """Faults 23 and 24: what a slot owns beside its pages would stay that of its former owner."""
+    pools = DevicePools(MIXES[mix], PAGE, 4 * PAGE, 4 * PAGE, 4)
+    assert set(component_buffers(pools.kvcache, pools.states)) == set(MIXES[mix].kinds)
+    index = jnp.zeros((4, 2))
+    owner = attrgetter(pool)(pools)
+    owner.compressed = {"keys": (index,)} if in_dict else [index]
+    name = "compressed['keys'][0]" if in_dict else "compressed[0]"
+    with pytest.raises(HiCacheConfigError, match=f"leave behind: {re.escape(name)};"):
+        component_buffers(pools.kvcache, pools.states)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17])

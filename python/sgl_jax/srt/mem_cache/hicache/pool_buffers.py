@@ -42,6 +42,7 @@ def component_buffers(kvcache: Any, state_pool: Any | None) -> dict[ComponentKin
         _refuse_unlisted(kvcache, [])
     swa_pool = getattr(kvcache, "swa_kv_pool", None)
     if swa_pool is not None and not full_pool.kv_buffer:
+        _refuse_unlisted(full_pool, [])
         found[ComponentKind.FULL] = _name_pages(full_pool)
     else:
         found[ComponentKind.FULL] = kv_buffer_refs(full_pool)
