@@ -1,24 +1,26 @@
 """Models with sliding windows and recurrent states: hits against --hicache-ratio and the checkpoint interval, and TTFT.
 
-    python -m sgl_jax_hicache.bench hybrid --trace FILE --output-dir docs
+    python -m sgl_jax_hicache.bench hybrid --size whole --output-dir docs
 
 A trace is replayed with the byte proportions of published models, each beside a model of the same depth whose layers
 are all full: with the same bytes of device, host and storage. Tiny models of every kind then show the time to the first
-token. --output-dir takes hybrid_bench.md and its pictures. The default trace is small; --trace takes any of its format.
+token. --output-dir takes hybrid_bench.md, its pictures and its records. `--size small`, the default, is one
+conversation in 64 of the whole trace, and the ratios only. --trace takes any trace of the format. With --from, what
+--parts names is measured anew and the rest is shown as it was.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .hybrid_models import FULL, HYBRIDS, HybridModel
-from .hybrid_replay import Memory, Replayed, replay_hybrid
+from .hybrid_hits import BOUNDS, BY_INTERVAL, HITS, HitBench, Plan, every_nth_conversation
+from .hybrid_models import HYBRIDS
 from .hybrid_report import write_hybrid_report
-from .hybrid_ttft import PRESETS, Visits, visit
-from .record import Record, measured, read_json
+from .hybrid_ttft import TTFT, TTFT_AGAIN, Visits, keep_compiled, ttft_records
+from .record import Record, read_json, write_json
 from .replay import FULL_TRACE_BLOCKS
 from .replay_engine import ReplayError
 from .trace import DEFAULT_TRACE, TraceError, TraceRequest, read_trace
@@ -28,141 +30,44 @@ DEFAULT_CONVERSATIONS = DEFAULT_TRACE.parent / "mooncake_conversations_16.jsonl"
 
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 INTERVALS = (512, 1024, 2048, 4096, 8192)
-INTERVALS_RATIO = 2.0
-"""The ratio with which intervals are compared."""
 
 L1_BLOCKS, L3_BLOCKS = 1_000, 10_000
-"""For the whole Mooncake trace; a shorter trace gets as much less."""
+"""For the whole Mooncake trace; a shorter trace gets as much less, but L1 always room for two of the longest prompt and
+L3 twice as much as L1."""
 
-BOUNDS = {"bounded": 1.0, "none": None, "unbounded": 0.0}
-"""What stands below L2, as a multiple of the bound; 0: no bound."""
+PARTS = {
+    "hits": (HITS,),
+    "intervals": (BY_INTERVAL,),
+    "ttft": (TTFT, TTFT_AGAIN),
+}
+"""What can be measured, and the names of its records."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is replayed: sizes in blocks of a model whose layers are all full."""
+class Size:
+    """How much is measured if the options do not say: one conversation in `every` of the trace, and these parts."""
 
-    l1_blocks: int
-    l3_blocks: int
-    page_size: int
-    models: tuple[HybridModel, ...]
-
-    def memory(self, ratio: float, l3: str, interval: int | None = None) -> Memory:
-        """Sizes of one replay; `l3` is a name in BOUNDS."""
-        share = BOUNDS[l3]
-        return Memory(
-            self.l1_blocks,
-            ratio,
-            l3_blocks=None if share is None else round(share * self.l3_blocks),
-            interval=interval,
-            page_size=self.page_size,
-        )
+    every: int
+    parts: tuple[str, ...]
 
 
-def hit_records(
-    requests: Sequence[TraceRequest], plan: Plan, ratios: Sequence[float], l3: str
-) -> Iterator[Record]:
-    """Hit tokens of every kind at every ratio; the limit is what a model finds whose layers are all full."""
-    for ratio in ratios:
-        bound = replay_hybrid(requests, FULL, plan.memory(ratio, l3))
-        yield _hits("hybrid hit tokens", FULL, plan, ratio, l3, bound, bound)
-        for model in plan.models:
-            found = replay_hybrid(requests, model, plan.memory(ratio, l3))
-            yield _hits("hybrid hit tokens", model, plan, ratio, l3, found, bound)
-
-
-def interval_records(
-    requests: Sequence[TraceRequest], plan: Plan, intervals: Sequence[int], l3: str
-) -> Iterator[Record]:
-    """Hit tokens of every kind at every interval, beside the same limit."""
-    bound = replay_hybrid(requests, FULL, plan.memory(INTERVALS_RATIO, l3))
-    for model in plan.models:
-        for interval in (None, *intervals):
-            memory = plan.memory(INTERVALS_RATIO, l3, interval)
-            found = replay_hybrid(requests, model, memory)
-            name = "hybrid hit tokens by interval"
-            record = _hits(name, model, plan, INTERVALS_RATIO, l3, found, bound)
-            record.params["chosen"] = interval is None
-            yield record
-
-
-def _hits(
-    name: str,
-    model: HybridModel,
-    plan: Plan,
-    ratio: float,
-    l3: str,
-    found: Replayed,
-    bound: Replayed,
-) -> Record:
-    def percent(replayed: Replayed) -> float:
-        return 100.0 * replayed.cached / sum(replayed.tokens.values())
-
-    return Record(
-        name,
-        percent(found),
-        "%",
-        percent(bound),
-        params={
-            "model": model.name,
-            "hicache_ratio": ratio,
-            "l3": l3,
-            "l1_blocks": plan.l1_blocks,
-            "l3_blocks": plan.l3_blocks if l3 == "bounded" else 0,
-            "page_size": plan.page_size,
-            "requests": len(found.tiers),
-            "interval": found.interval,
-            "tokens": found.tokens,
-        },
-    )
-
-
-def ttft_records(ratios: Sequence[float], visits: Visits) -> Iterator[Record]:
-    """Time to the first token of tiny models, from each tier and on the whole; the limit is that of computing."""
-    for kind, preset in PRESETS.items():
-        for ratio in ratios:
-            visited = visit(preset, ratio, visits)
-            computed = [v.seconds * 1e3 for v in visited.first]
-            params = {
-                "kind": kind,
-                "model": preset,
-                "hicache_ratio": ratio,
-                "prompt_tokens": visits.prompt_tokens,
-                "l1_tokens": visits.device_tokens,
-            }
-            tiers = {
-                tier: sum(v.tokens[tier] for v in visited.again) for tier in visited.again[0].tokens
-            }
-            yield measured(
-                "hybrid TTFT, asked again",
-                [v.seconds * 1e3 for v in visited.again],
-                "ms",
-                computed,
-                **params,
-                tokens=tiers,
-            )
-            for served_from in ("computed", "host", "storage"):
-                seconds = visited.seconds(served_from)
-                if seconds:
-                    yield measured(
-                        "hybrid TTFT",
-                        [s * 1e3 for s in seconds],
-                        "ms",
-                        computed,
-                        **params,
-                        served_from=served_from,
-                    )
+SIZES = {"small": Size(4, ("hits",)), "whole": Size(1, tuple(PARTS))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
+    parser.add_argument(
+        "--size", choices=SIZES, default="small", help="how much, where nothing else says"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="what to measure")
     parser.add_argument("--trace", type=Path, default=DEFAULT_CONVERSATIONS, metavar="FILE")
+    parser.add_argument("--every", type=int, metavar="N", help="of the trace one conversation in N")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, metavar="R")
     parser.add_argument(
         "--intervals",
         type=int,
-        nargs="*",
+        nargs="+",
         default=INTERVALS,
         metavar="N",
         help="tokens between checkpoints to compare",
@@ -179,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--l3-blocks", type=int, metavar="N", help="bound of L3, likewise")
     parser.add_argument("--page-size", type=int, default=512, metavar="N", help="tokens")
     parser.add_argument(
-        "--prompts", type=int, default=Visits.num_prompts, metavar="N", help="for TTFT; 0: no TTFT"
+        "--prompts", type=int, default=Visits.num_prompts, metavar="N", help="for TTFT"
     )
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="for the report")
     parser.add_argument(
@@ -188,37 +93,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="records to show instead",
+        help="records to show of what is not measured",
     )
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Replay and measure what was asked for. Raises ArgumentTypeError for a wrong option or trace."""
-    if args.sources is not None:
-        return _read(args.sources)
-    records: list[Record] = []
+    parts = _parts(args)
+    records = _read(args.sources or ())
+    measured_anew = {name for part in parts for name in PARTS[part]}
+    records = [r for r in records if r.name not in measured_anew]
+    if "ttft" in parts:
+        keep_compiled()
     try:
-        requests = read_trace(args.trace)[: args.requests]
-        plan = _plan(args, requests)
-        for l3 in args.l3:
-            records += hit_records(requests, plan, args.ratios, l3)
-        if args.intervals:
-            records += interval_records(requests, plan, args.intervals, args.l3[0])
+        if "hits" in parts or "intervals" in parts:
+            records += _replayed(args, parts)
     except (TraceError, ReplayError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if args.prompts:
+    if "ttft" in parts:
+        if min(args.prompts, *args.ratios) <= 0:
+            raise argparse.ArgumentTypeError("--prompts and --ratios must be above 0")
         records += ttft_records(args.ratios, Visits(num_prompts=args.prompts))
     return records
 
 
 def write_report(args: argparse.Namespace, records: Sequence[Record]) -> None:
-    """hybrid_bench.md and its pictures, if a folder was named."""
+    """hybrid_bench.md, its pictures and its records, if a folder was named."""
     if args.output_dir is not None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
-        print(f"Written: {', '.join(map(str, write_hybrid_report(records, args.output_dir)))}")
+        written = write_hybrid_report(records, args.output_dir)
+        written.append(args.output_dir / "hybrid_bench.json")
+        write_json(records, written[-1])
+        print(f"Written: {', '.join(map(str, written))}")
 
 
-def _plan(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> Plan:
+def _parts(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.parts is not None:
+        return tuple(args.parts)
+    return () if args.sources is not None else SIZES[args.size].parts
+
+
+def _replayed(args: argparse.Namespace, parts: Sequence[str]) -> list[Record]:
+    every = SIZES[args.size].every if args.every is None else args.every
+    if every < 1:
+        raise argparse.ArgumentTypeError("--every must be at least 1")
+    requests = every_nth_conversation(read_trace(args.trace), every)[: args.requests]
+    records: list[Record] = []
+    for l3 in args.l3:
+        bench = HitBench(requests, _plan(args, requests, l3))
+        if "hits" in parts:
+            records += bench.by_ratio(args.ratios)
+        if "intervals" in parts and l3 == args.l3[0]:
+            records += bench.by_interval(args.intervals)
+    return records
+
+
+def _plan(args: argparse.Namespace, requests: Sequence[TraceRequest], l3: str) -> Plan:
     scale = sum(len(r.hash_ids) for r in requests) / FULL_TRACE_BLOCKS
     longest = max(len(r.hash_ids) for r in requests)
     words = args.models or [""]
@@ -227,11 +157,13 @@ def _plan(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> Plan:
         raise argparse.ArgumentTypeError(f"--models: none of {[m.name for m in HYBRIDS]}")
     if min(args.ratios) <= 0 or min((args.page_size, *args.intervals)) < 1:
         raise argparse.ArgumentTypeError("--ratios, --intervals and --page-size must be above 0")
+    l1_blocks = args.l1_blocks or max(round(L1_BLOCKS * scale), 2 * longest)
     return Plan(
-        args.l1_blocks or max(round(L1_BLOCKS * scale), 2 * longest),
-        args.l3_blocks or round(L3_BLOCKS * scale),
+        l1_blocks,
+        args.l3_blocks or max(round(L3_BLOCKS * scale), 2 * l1_blocks),
         args.page_size,
         models,
+        l3,
     )
 
 

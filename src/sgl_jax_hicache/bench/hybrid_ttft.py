@@ -6,21 +6,29 @@ often from L2. Prompts come one at a time, when everything that the last one set
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
+from sgl_jax_hicache.compilation_cache import DEFAULT_FOLDER
 from sgl_jax_hicache.engine.engine import Engine
 from sgl_jax_hicache.engine.engine_args import EngineArgs
 from sgl_jax_hicache.engine.engine_builder import build_engine
 
+from .record import Record, measured
+
+TTFT, TTFT_AGAIN = "hybrid TTFT", "hybrid TTFT, asked again"
+
 PRESETS = {
     "full": "tiny-gqa",
+    "swa": "tiny-swa-only",
     "full+swa": "tiny-swa",
     "full+recurrent": "tiny-recurrent",
     "full+swa+recurrent": "tiny-hybrid",
@@ -72,6 +80,48 @@ class Visited:
         """Of the visits that were served from there."""
         visits = (*self.first, *self.again, *self.last)
         return [visit.seconds for visit in visits if visit.served_from == served_from]
+
+
+def keep_compiled() -> None:
+    """Find compiled programs where servers keep them: five models are minutes of compiling. Before jax compiles."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+        settings = {
+            "jax_compilation_cache_dir": str(DEFAULT_FOLDER.expanduser()),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+        }
+        for name, value in settings.items():
+            jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
+def ttft_records(ratios: Sequence[float], visits: Visits) -> Iterator[Record]:
+    """Time to the first token of tiny models, from each tier and on the whole; the limit is that of computing."""
+    for kind, preset in PRESETS.items():
+        for ratio in ratios:
+            begun_s = time.perf_counter()
+            yield from _records_of(kind, preset, ratio, visits)
+            took_s = time.perf_counter() - begun_s
+            print(f"TTFT of {preset}, ratio {ratio:g}: {took_s:.0f} s", file=sys.stderr)
+
+
+def _records_of(kind: str, preset: str, ratio: float, visits: Visits) -> Iterator[Record]:
+    visited = visit(preset, ratio, visits)
+    computed_ms = [v.seconds * 1e3 for v in visited.first]
+    params = {
+        "kind": kind,
+        "model": preset,
+        "hicache_ratio": ratio,
+        "prompt_tokens": visits.prompt_tokens,
+        "l1_tokens": visits.device_tokens,
+    }
+    tokens = {tier: sum(v.tokens[tier] for v in visited.again) for tier in visited.again[0].tokens}
+    again_ms = [v.seconds * 1e3 for v in visited.again]
+    yield measured(TTFT_AGAIN, again_ms, "ms", computed_ms, **params, tokens=tokens)
+    for served_from in ("computed", "host", "storage"):
+        from_there_ms = [s * 1e3 for s in visited.seconds(served_from)]
+        if from_there_ms:
+            yield measured(
+                TTFT, from_there_ms, "ms", computed_ms, **params, served_from=served_from
+            )
 
 
 def visit(preset: str, ratio: float, visits: Visits, prompts_seed: int = _SEED) -> Visited:

@@ -12,6 +12,7 @@ from sgl_jax.srt.mem_cache.hicache.host_split import choose_interval
 from sgl_jax.srt.mem_cache.hicache.types import BufferLayout, ComponentKind, PageLayout
 from sgl_jax_hicache.bench.__main__ import main
 from sgl_jax_hicache.bench.hybrid import DEFAULT_CONVERSATIONS
+from sgl_jax_hicache.bench.hybrid_hits import every_nth_conversation
 from sgl_jax_hicache.bench.hybrid_models import (
     FULL,
     HYBRIDS,
@@ -26,7 +27,7 @@ from sgl_jax_hicache.bench.hybrid_pools import (
     window_pages,
 )
 from sgl_jax_hicache.bench.hybrid_replay import HybridEngine, Memory, replay_hybrid
-from sgl_jax_hicache.bench.record import Record, write_json
+from sgl_jax_hicache.bench.record import Record, read_json, write_json
 from sgl_jax_hicache.bench.replay_engine import ReplayError
 from sgl_jax_hicache.bench.trace import TraceRequest, read_trace
 
@@ -218,7 +219,9 @@ def test_the_cut_keeps_how_often_prompts_come_back() -> None:
         (["--models", "nobody"], "none of"),
         (["--ratios", "0"], "above 0"),
         (["--intervals", "0"], "above 0"),
-        (["--requests", "2", "--intervals", "700"], "multiple of the page size"),
+        (["--every", "0"], "at least 1"),
+        (["--parts", "ttft", "--prompts", "0"], "above 0"),
+        (["--parts", "intervals", "--requests", "2", "--intervals", "700"], "multiple of the page"),
         (["--l3", "tape"], "invalid choice"),
         (["--from", "/nowhere"], "no records"),
     ],
@@ -227,7 +230,7 @@ def test_a_wrong_command_line_ends_with_2(
     argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["hybrid", "--prompts", "0", *argv])
+        main(["hybrid", *argv])
     assert end.value.code == 2
     assert expected in capsys.readouterr().err
 
@@ -239,19 +242,62 @@ def test_a_short_run_prints_and_writes_its_report(
     lines = [f'{{"timestamp": {r.arrival_ms}, "hash_ids": {list(r.hash_ids)}}}' for r in TALK]
     trace.write_text("\n".join(lines))
     out, records = tmp_path / "docs", tmp_path / "records.json"
-    argv = ["hybrid", "--trace", str(trace), "--ratios", "4", "--models", "GDN", "--prompts", "0"]
-    sizes = ["--l1-blocks", "40", "--l3-blocks", "200", "--intervals", "1024"]
-    assert main([*argv, *sizes, "--output-dir", str(out), "--json", str(records)]) == 0
-    assert "hybrid hit tokens" in capsys.readouterr().out
+    argv = ["hybrid", "--trace", str(trace), "--every", "1", "--models", "GDN"]
+    sizes = ["--l1-blocks", "40", "--l3-blocks", "200", "--intervals", "1024", "--ratios", "2"]
+    parts = ["--parts", "hits", "intervals"]
+    assert main([*argv, *sizes, *parts, "--output-dir", str(out), "--json", str(records)]) == 0
+    printed = capsys.readouterr()
+    assert "hybrid hit tokens" in printed.out
+    assert printed.err.count("full+recurrent, GDN, ratio 2") == 2  # each interval once
     text = (out / "hybrid_bench.md").read_text()
-    assert "| 4 | full |" in text
-    assert "| 4 | full+recurrent, GDN | 2048 |" in text
+    assert "| 2 | full |" in text
+    assert "| 2 | full+recurrent, GDN | 2048 |" in text
+    assert "hit tokens with the same bytes: met" in text
+    assert read_json(out / "hybrid_bench.json") == read_json(records)
     for name in ("hybrid-ratio.png", "hybrid-interval.png"):
         assert f"({name})" in text
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     again = tmp_path / "again"
     assert main(["hybrid", "--from", str(records), "--output-dir", str(again)]) == 0
     assert (again / "hybrid_bench.md").read_text() == text
+    # What is measured anew takes the place of what was read.
+    anew = [*argv, *sizes, "--ratios", "4", "--parts", "hits", "--from", str(records)]
+    assert main([*anew, "--output-dir", str(again)]) == 0
+    mixed = (again / "hybrid_bench.md").read_text()
+    assert "| 4 | full |" in mixed
+    assert "| 2 | full |" not in mixed
+    assert "| full+recurrent, GDN | " in mixed.partition("against the interval")[2]
+
+
+def test_a_report_says_when_a_kind_finds_too_little(tmp_path: Path) -> None:
+    sizes = {"l1_blocks": 10, "l3": "none", "l3_blocks": 0, "interval": 0, "hicache_ratio": 1.0}
+    run = {"command": "python -m sgl_jax_hicache.bench hybrid", "commit": "abc", "load": 0.5}
+    tokens = {"device": 50, "host": 0, "storage": 0, "computed": 50}
+    records = [
+        Record(
+            "hybrid hit tokens",
+            hit,
+            "%",
+            50.0,
+            (),
+            {**sizes, "tokens": tokens, "model": name, "run": run},
+        )
+        for name, hit in (("full", 50.0), ("a kind", 44.0))
+    ]
+    source = tmp_path / "records.json"
+    write_json(records, source)
+    assert main(["hybrid", "--from", str(source), "--output-dir", str(tmp_path)]) == 0
+    text = (tmp_path / "hybrid_bench.md").read_text()
+    assert "**not met**. Least: 0.880, a kind at ratio 1." in text
+    assert "commit abc, load average 0.5" in text
+
+
+def test_a_cut_of_conversations_keeps_each_whole() -> None:
+    first, second, third = (range(n, n + 4) for n in (0, 100, 200))
+    talk = requests(first, second, range(0, 6), third, range(100, 109), range(200, 203))
+    assert every_nth_conversation(talk, 1) == talk
+    assert every_nth_conversation(talk, 2) == [talk[0], talk[2], talk[3], talk[5]]
+    assert every_nth_conversation(talk, 3) == [talk[0], talk[2]]
 
 
 def test_the_report_of_first_tokens(tmp_path: Path) -> None:
