@@ -34,6 +34,7 @@ MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGAT
 BODY_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request")
 MOST_TOKENS = 4
 TOO_LONG = 413
+TIMEOUT_S = 120.0  # a busy machine is no fault of an answer
 FEW = ("max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -81,7 +82,7 @@ def fuzz_from_the_openapi(world: HttpWorld, max_examples: int, seed: int | None)
                 count += 1
                 if case.meta is not None and case.meta.generation.mode.is_positive:
                     case.body = shorten(case.body)
-                response = case.call(base_url=base_url)
+                response = case.call(base_url=base_url, timeout=TIMEOUT_S)
                 # A wrong body that is also too long is refused for its length.
                 too_long = response.status_code == TOO_LONG
                 checks = [c for c in CHECKS if not (too_long and c is negative_data_rejection)]

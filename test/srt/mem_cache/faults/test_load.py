@@ -78,10 +78,10 @@ class Served:
     script: Script
 
 
-# The bound on the files holds about a tenth of what the prompts need.
+# The bound on the files holds less than half of what the prompts need.
 SERVED = {
     "full": (MODEL, PAGE_SIZE, "4MiB"),
-    "hybrid": ("random:tiny-hybrid:0", 16, "1MiB"),
+    "hybrid": ("random:tiny-hybrid:0", 16, "3MiB"),
 }
 
 
@@ -146,7 +146,7 @@ def test_sixty_four_clients_and_a_vandal(
         process = psutil.Process(running.pid)
         url = str(running.client.base_url)
         crowd = Crowd(url, served.script, NUM_CLIENTS, dice, tolerant=False)
-        answers = crowd.wait(500)
+        answers = crowd.wait(300)
         before = (process.memory_info().rss, process.num_threads())
         while time.monotonic() < end_s:
             answers = crowd.wait(answers + dice.randrange(1, 20))
