@@ -14,9 +14,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+
+from sgl_jax.srt.mem_cache.hicache.errors import StorageAttachError
+from sgl_jax.srt.mem_cache.hicache.storage_mount import DetachedStorage, StorageMount
 
 from .forward_batch import SamplingParams
 from .generation import Generation
@@ -180,6 +184,60 @@ class Engine:
         False, and nothing dropped, if that did not come about in time or another flush is under way.
         """
         return self._thread.flush_cache(timeout_s).result()
+
+    def clear_cache(self, timeout_s: float = 30.0) -> int | None:
+        """As `flush_cache`, and remove this model's pages from storage too; how many were removed.
+
+        None, and nothing dropped, if that did not come about in time. Requests that arrive meanwhile are served without
+        storage. Raises StorageAttachError if none is attached, StorageUnavailableError if it cannot list its pages.
+        """
+        if self.cache_statistics()["storage_path"] is None:
+            raise StorageAttachError("no storage is attached")
+        tree, gone = self._parts.tree, list[DetachedStorage]()
+        flushed = self._thread.flush_cache(
+            timeout_s, store=False, then=lambda: gone.append(tree.detach_storage())
+        )
+        if not flushed.result():
+            return None
+        (detached,) = gone
+        detached.drained.result()  # nothing was under way
+        try:
+            return detached.mount.clear()
+        finally:
+            self._attach(detached.mount)
+
+    def attach_storage(self, path: Path, max_bytes: int = 0) -> None:
+        """Check a folder as at start and use it as L3 from now on; blocks as long as its disk does.
+
+        Raises HiCacheConfigError for a path that cannot be used, StorageAttachError if a storage is attached.
+        """
+        self._attach(self._parts.tree.open_storage(path, max_bytes))
+
+    def detach_storage(self, timeout_s: float = 30.0) -> bool:
+        """Use L3 no longer, from now on. False if reads or writes were still under way there after `timeout_s`: they
+        end by themselves, without effect. Raises StorageAttachError if none is attached."""
+        detached = self._thread.call(self._parts.tree.detach_storage).result(_INFO_TIMEOUT_S)
+        try:
+            detached.drained.result(timeout_s)
+        except TimeoutError:
+            detached.drained.add_done_callback(lambda _: detached.mount.close())
+            return False
+        detached.mount.close()
+        return True
+
+    def _attach(self, mount: StorageMount) -> None:
+        try:
+            self._thread.call(lambda: self._parts.tree.attach_storage(mount)).result(
+                _INFO_TIMEOUT_S
+            )
+        except BaseException:
+            mount.close()
+            raise
+
+    def cache_statistics(self) -> dict[str, Any]:
+        """What is where in the cache, and which tier served how many prompt tokens, as a JSON-able dictionary."""
+        found = self._thread.call(self._parts.tree.statistics).result(_INFO_TIMEOUT_S)
+        return found.as_dict()
 
     def get_server_info(self) -> dict[str, Any]:
         """Settings, model, and the state of scheduler and cache, as a JSON-able dictionary."""

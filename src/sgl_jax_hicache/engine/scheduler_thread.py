@@ -30,9 +30,15 @@ class EngineStoppedError(RuntimeError):
     """The engine is shutting down, has shut down, or has failed; it takes no more work."""
 
 
+def _nothing() -> None:
+    """What most flushes do afterwards."""
+
+
 @dataclass(frozen=True)
 class _Flush:
     deadline_s: float
+    store: bool
+    then: Callable[[], object]
     result: Future[bool]
 
 
@@ -74,11 +80,17 @@ class SchedulerThread:
         except EngineStoppedError:
             return  # whatever ended the engine has ended the request
 
-    def flush_cache(self, timeout_s: float) -> Future[bool]:
-        """Ask for an empty cache: done once neither requests nor transfers are left. False when out of time."""
+    def flush_cache(
+        self, timeout_s: float, *, store: bool = True, then: Callable[[], object] = _nothing
+    ) -> Future[bool]:
+        """Ask for an empty cache: done once neither requests nor transfers are left. False when out of time.
+
+        `store`: storage gets what it lacks before. `then` is called before anything else happens; what it raises is the
+        result's.
+        """
         result: Future[bool] = Future()
-        deadline_s = time.monotonic() + timeout_s
-        self._post(lambda: self._begin_flush(_Flush(deadline_s, result)))
+        flush = _Flush(time.monotonic() + timeout_s, store, then, result)
+        self._post(lambda: self._begin_flush(flush))
         return result
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -167,14 +179,16 @@ class SchedulerThread:
 
     def _do_flush(self, flush: _Flush) -> None:
         self._flush = None
-        stored = self._tree.flush_to_storage(max(0.0, flush.deadline_s - time.monotonic()))
+        stored = not flush.store or self._tree.flush_to_storage(
+            max(0.0, flush.deadline_s - time.monotonic())
+        )
         if self._tree.has_pending_work():
             flush.result.set_result(False)
             return
         if not stored:
             logger.warning("the cache is emptied, though storage did not take all of it")
         self._scheduler.flush()
-        flush.result.set_result(True)
+        _resolve(flush.result, lambda: bool(flush.then()) or True)
 
     def _expire_flush(self) -> None:
         if self._flush is not None and time.monotonic() >= self._flush.deadline_s:

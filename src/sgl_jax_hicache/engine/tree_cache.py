@@ -1,12 +1,16 @@
 """The prefix cache as the scheduler sees it: sgl-jax's contract, and what HiCache adds to it.
 
-Everything is called on the scheduler thread, and nothing here blocks except the calls that take a time.
+Everything is called on the scheduler thread, and nothing here blocks except the calls that take a time; only
+`open_storage` blocks as long as the disk does, and may be called on another thread.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
+from sgl_jax.srt.mem_cache.hicache.statistics import CacheStatistics
+from sgl_jax.srt.mem_cache.hicache.storage_mount import DetachedStorage, StorageMount
 from sgl_jax.srt.mem_cache.hicache.tree_types import (
     DecLockRefParams,
     EvictParams,
@@ -69,6 +73,11 @@ class TreeCache(Protocol):
     def tier_tokens(
         self, rid: str, prompt_len: int, device_len: int, prefix_len: int
     ) -> TierTokens: ...
+
+    def open_storage(self, path: Path, max_bytes: int = 0) -> StorageMount: ...
+    def attach_storage(self, mount: StorageMount) -> None: ...
+    def detach_storage(self) -> DetachedStorage: ...
+    def statistics(self) -> CacheStatistics: ...
 
     def has_pending_work(self) -> bool: ...
     def wait_events(self, timeout_s: float) -> Any: ...

@@ -104,6 +104,10 @@ class AgreeingExecutor:
             self._round()
         return not self._waiting
 
+    def renew_io(self) -> None:
+        """Go on with new workers for file work. The jobs of the old ones end for all processes with one that fails."""
+        self._inner.renew_io()
+
     def shutdown(self, deadline_s: float) -> bool:
         """Stop this process's workers; no round any more."""
         self._waiting.clear()

@@ -6,13 +6,14 @@ load-back, prefetch) and leaves the pages to `TieredTree`. Without lower tiers i
 Everything runs on the scheduler thread. Device buffers are read and written only inside `insert`, `evict` and
 `finish_load_back` (and, to make room, `init_load_back`), that is, between two forward steps or in data order with them;
 `_donation_barrier`, if the engine sets it, is waited for before a gather. No call waits for a transfer but
-`init_load_back`, for its own pages, and `flush_to_storage`.
+`init_load_back`, for its own pages, and `flush_to_storage`. Only `open_storage` may be called from another thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,13 @@ from .hicache.contract import (
     TokenToKVPoolAllocator,
 )
 from .hicache.device_eviction import DeviceEviction
+from .hicache.errors import StorageAttachError
 from .hicache.insertion import Insertion
 from .hicache.load_back import LoadBack, PendingLoad
 from .hicache.metrics import HiCacheMetrics
 from .hicache.request_states import RequestStates
+from .hicache.statistics import CacheStatistics, statistics_of
+from .hicache.storage_mount import DetachedStorage, StorageMount, StorageOpener
 from .hicache.storage_prefetch import StoragePrefetch
 from .hicache.storage_writer import StorageWriter
 from .hicache.tiered_tree import NO_SLOTS, TieredTree
@@ -53,11 +57,12 @@ Int32Array = npt.NDArray[np.int32]
 class UnifiedRadixCache:
     """The engine's cache; see the module for the rules.
 
-    `tree`: the components and tiers, wired by `builder`. `store_early`: storage gets a page as soon as its host copy is
-    complete (write_through), else when it is to leave the host. `sliding_window_size`: tokens, with a sliding-window
-    component. `recurrent_track_interval`: tokens between two snapshots that the engine takes of a request's recurrent
-    state, with a recurrent component. `checkpoint_interval`: tokens between the borders at which an engine should hand
-    a decoding request's pages over (`cache_unfinished_req`), before its window leaves them behind; 0: never. `disable`:
+    `tree`: the components and tiers, wired by `builder`; `storage_opener` with a host tier. `store_early`: storage gets
+    a page as soon as its host copy is complete (write_through), else when it is to leave the host.
+    `sliding_window_size`: tokens, with a sliding-window component. `recurrent_track_interval`: tokens between two
+    snapshots that the engine takes of a request's recurrent state, with a recurrent component. `checkpoint_interval`:
+    tokens between the borders at which an engine should hand a decoding request's pages over (`cache_unfinished_req`),
+    before its window leaves them behind; 0: never. `disable`:
     nothing is ever reused. `clock`: monotonic seconds.
     """
 
@@ -68,6 +73,7 @@ class UnifiedRadixCache:
         token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         tree: TieredTree,
         metrics: HiCacheMetrics,
+        storage_opener: StorageOpener | None,
         store_early: bool = True,
         prefetch_rules: PrefetchRules,
         sliding_window_size: int | None = None,
@@ -87,6 +93,7 @@ class UnifiedRadixCache:
         self.checkpoint_interval = 0 if disable else checkpoint_interval
         self._codec = tree.codec
         self._tree = tree
+        self._storage_opener = storage_opener
         self._insertion = Insertion(tree)
         self._eviction = DeviceEviction(tree, metrics)
         self._load_back = LoadBack(tree, self._eviction)
@@ -389,6 +396,41 @@ class UnifiedRadixCache:
     def flush_to_storage(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting at most `deadline_s`; False if something is not there."""
         return not self.hicache_enabled or self._writer.flush(deadline_s)
+
+    # -- storage comes and goes --------------------------------------------------------------------------------------
+
+    def open_storage(self, path: Path, max_bytes: int = 0) -> StorageMount:
+        """Check a folder as at start, and open it for this cache's model; `max_bytes` bounds its folder there, 0 for no
+        bound. Any thread; blocks. Raises HiCacheConfigError for a path that cannot be used, StorageAttachError without
+        a host tier."""
+        if self._storage_opener is None:
+            raise StorageAttachError("HiCache is off: start with --hicache-storage none or file")
+        return self._storage_opener.open(path, max_bytes)
+
+    def attach_storage(self, mount: StorageMount) -> None:
+        """Read and write there from now on: what the host has is written too, with the early policy at once. Raises
+        StorageAttachError if a storage is attached."""
+        self._require_tiers()
+        self._tree.attach_storage(mount)
+        self._writer.storage_attached()
+
+    def detach_storage(self) -> DetachedStorage:
+        """Begin no read or write any more, and forget what storage has. What is under way ends without effect on the
+        tree; requests that waited for it go on with what has arrived. Raises StorageAttachError if none is attached."""
+        self._require_tiers()
+        self.check_hicache_events()  # what has ended until now was about this storage
+        detached = self._tree.detach_storage()
+        self._prefetch.storage_detached()
+        self._writer.reset()
+        return detached
+
+    def _require_tiers(self) -> None:
+        if not self.hicache_enabled:
+            raise StorageAttachError("HiCache is off: start with --hicache-storage none or file")
+
+    def statistics(self) -> CacheStatistics:
+        """What is where at this moment, and which tier served how many prompt tokens so far."""
+        return statistics_of(self._tree, self._prefetch)
 
     def reset(self) -> None:
         """Forget everything on device and host; storage keeps its pages. What is under way ends without effect."""

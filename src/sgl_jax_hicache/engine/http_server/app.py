@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ..engine import Engine
-from . import admin_routes, errors, generate_routes, openai_routes
+from . import admin_routes, cache_routes, errors, generate_routes, openai_routes
 from .middleware import ApiKeyMiddleware, BodyLimitMiddleware
 
 
@@ -19,6 +19,7 @@ def create_app(
     errors.install(app)
     for routes in (generate_routes, openai_routes, admin_routes):
         app.include_router(routes.build_router(engine))
+    app.include_router(cache_routes.build_router(engine, has_key=api_key is not None))
     app.add_middleware(BodyLimitMiddleware, max_bytes=max_request_bytes)
     if api_key is not None:
         app.add_middleware(

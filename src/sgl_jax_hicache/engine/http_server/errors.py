@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError, StorageError
+
 from ..engine import EngineBusyError
 from ..outputs import FinishKind, FinishReason
 from ..requests import RequestError
@@ -96,6 +98,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(EngineBusyError, _on_busy)
     app.add_exception_handler(EngineStoppedError, _on_stopped)
+    app.add_exception_handler(HiCacheConfigError, _on_wrong_setting)
+    app.add_exception_handler(StorageError, _on_storage_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
@@ -116,6 +120,14 @@ async def _on_busy(_request: Request, error: Exception) -> JSONResponse:
 
 async def _on_stopped(_request: Request, error: Exception) -> JSONResponse:
     return ApiError(503, str(error)).response()
+
+
+async def _on_wrong_setting(_request: Request, error: Exception) -> JSONResponse:
+    return ApiError(400, str(error), "path").response()
+
+
+async def _on_storage_error(_request: Request, error: Exception) -> JSONResponse:
+    return ApiError(409, str(error)).response()
 
 
 async def _on_http_exception(_request: Request, error: Exception) -> JSONResponse:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from sgl_jax.srt.mem_cache.hicache.byte_size import ALLOWED as ALLOWED_BYTES
+from sgl_jax.srt.mem_cache.hicache.byte_size import parse_bytes
 
 from ..forward_batch import SamplingParams
 from ..requests import MAX_TOP_LOGPROBS, GenerateSpec, RequestError
@@ -261,6 +265,50 @@ class AbortBody(Strict):
     """POST /abort_request."""
 
     rid: Name
+
+
+class AttachBody(Strict):
+    """PUT /hicache/storage-backend. `max_bytes`: bound on the model's folder, as a number or as "500GiB"; 0: none."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    max_bytes: Annotated[int, Field(ge=0)] | Annotated[str, Field(max_length=64)] = 0
+
+    def folder(self) -> Path:
+        """The absolute path. Raises RequestError: a relative one would depend on where the server was started."""
+        path = Path(self.path)
+        if not path.is_absolute():
+            raise RequestError("path", f"{self.path!r} is not an absolute path")
+        return path
+
+    def bound(self) -> int:
+        """`max_bytes` as a number. Raises RequestError."""
+        if isinstance(self.max_bytes, int):
+            return self.max_bytes
+        try:
+            return parse_bytes(self.max_bytes)
+        except ValueError as error:
+            raise RequestError("max_bytes", f"give 0 for no bound, or {ALLOWED_BYTES}") from error
+
+
+class WarmUpBody(Strict):
+    """POST /hicache/warm_up: prompts to have in the cache. `extra_key` is for all of them."""
+
+    text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
+    input_ids: Annotated[
+        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None,
+        BeforeValidator(_few_prompts),
+    ] = None
+    extra_key: Name | None = None
+
+    def specs(self) -> list[GenerateSpec]:
+        """One spec per prompt. Raises RequestError."""
+        prompts = GenerateBody(
+            text=self.text,
+            input_ids=self.input_ids,
+            extra_key=self.extra_key,
+            sampling_params=SamplingBody(max_new_tokens=1, temperature=0.0),
+        )
+        return prompts.specs()
 
 
 def stops(stop: Stop) -> tuple[str, ...]:

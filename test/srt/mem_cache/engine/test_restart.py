@@ -19,7 +19,7 @@ from sgl_jax_hicache.engine.engine_builder import build_engine
 def storage_of(engine: Engine) -> LocalFileStorage:
     """The L3 of a running engine."""
     tree = engine._parts.tree._tree  # type: ignore[attr-defined]
-    storage = tree.tiers.controller._io[tree.full.kind].storage
+    storage = tree.tiers.controller.mount.storages[tree.full.kind]
     assert isinstance(storage, LocalFileStorage)
     return storage
 

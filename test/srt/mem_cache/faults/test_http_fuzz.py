@@ -31,7 +31,10 @@ CHECKS: list[schemathesis.CheckFunction] = [
     negative_data_rejection,
 ]
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
-BODY_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request")
+BODY_PATHS = (
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request"),
+    "/hicache/warm_up",
+)
 MOST_TOKENS = 4
 TOO_LONG = 413
 TIMEOUT_S = 120.0  # a busy machine is no fault of an answer

@@ -63,6 +63,7 @@ class TierWorld:
         ratio: float = 2.0,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         prefetch_deadline_s: float = 5.0,
+        api_key: str | None = None,
     ) -> None:
         self.clock = Clock()
         self.registry = CollectorRegistry()
@@ -92,12 +93,15 @@ class TierWorld:
             )
         )
         self._listener = bind("127.0.0.1", 0)
-        self._server = Server(create_app(self.engine), deadline_s=2)
+        self._server = Server(create_app(self.engine, api_key=api_key), deadline_s=2)
         self._thread = threading.Thread(target=self._server.serve_on, args=(self._listener,))
         self._thread.start()
         port = self._listener.getsockname()[1]
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=2 * WAIT_S, trust_env=False
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=2 * WAIT_S,
+            trust_env=False,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
 
     def _build_tree(

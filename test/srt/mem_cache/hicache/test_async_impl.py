@@ -336,3 +336,29 @@ def test_wrong_settings_are_refused() -> None:
         create_executor("fibers")
     with pytest.raises(HiCacheConfigError, match="at least 1"):
         create_executor("future", num_io_workers=0)
+
+
+@pytest.mark.parametrize("lane", list(IoLane))
+def test_renewed_workers_go_on_beside_stuck_ones(executor: TransferExecutor, lane: IoLane) -> None:
+    may_end, wait = gate()
+    begun = [threading.Event() for _ in range(2)]
+    for number, event in enumerate(begun):
+
+        def stuck(event: threading.Event = event) -> str:
+            event.set()
+            assert wait()
+            return "late"
+
+        executor.submit_io(io_job(number, stuck, lane))
+    for event in begun:
+        assert event.wait(WAIT_S)
+    executor.submit_io(io_job(2, lambda: "never begun", lane))
+    executor.renew_io()
+    executor.submit_io(io_job(3, lambda: "done", lane))
+    found = {c.transfer_id: (c.value, c.error) for c in collect(executor, 2)}
+    assert found[TransferId(3)] == ("done", None)
+    value, error = found[TransferId(2)]
+    assert value is None and error is not None and "given up" in error
+    assert executor.num_in_flight == 2
+    may_end.set()
+    assert {c.value for c in collect(executor, 2)} == {"late"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,7 @@ import pytest
 from page_fakes import PAGE_SIZE, Rig, make_rig
 
 from sgl_jax.srt.mem_cache.hicache.async_impl import TransferExecutor, create_executor
-from sgl_jax.srt.mem_cache.hicache.controller import (
-    ComponentIO,
-    HiCacheController,
-    StorageBackoff,
-    StorageQuery,
-)
+from sgl_jax.srt.mem_cache.hicache.controller import ComponentIO, HiCacheController
 from sgl_jax.srt.mem_cache.hicache.errors import (
     InvariantError,
     PageStateError,
@@ -27,6 +23,9 @@ from sgl_jax.srt.mem_cache.hicache.host_pool.base import HostKVPool
 from sgl_jax.srt.mem_cache.hicache.host_pool.registry import create_host_pool
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher, StorageNamespace
 from sgl_jax.srt.mem_cache.hicache.storage.memory import MemoryStorage
+from sgl_jax.srt.mem_cache.hicache.storage_backoff import StorageBackoff
+from sgl_jax.srt.mem_cache.hicache.storage_mount import StorageMount
+from sgl_jax.srt.mem_cache.hicache.storage_query import StorageQuery
 from sgl_jax.srt.mem_cache.hicache.types import (
     ComponentKind,
     LookupResult,
@@ -115,13 +114,18 @@ def bench(
         "m", "v", PAGE_SIZE, "float32", rig.layout.layout_id, rig.layout.page_bytes
     )
     storage = GatedStorage(namespace)
-    io = ComponentIO(rig.transfer, pool, storage)
+    io = ComponentIO(rig.transfer, pool)
     made = Bench(
         rig,
         pool,
         storage,
         executor,
-        HiCacheController({FULL: io}, executor, max_backup_bytes=1 << 20),
+        HiCacheController(
+            {FULL: io},
+            executor,
+            max_backup_bytes=1 << 20,
+            mount=StorageMount(Path("anywhere"), 0, {FULL: storage}),
+        ),
     )
     yield made
     storage.may_set.set()
@@ -354,7 +358,7 @@ def test_without_a_storage_nothing_can_be_stored(bench: Bench) -> None:
         {FULL: ComponentIO(bench.rig.transfer, bench.pool)}, bench.executor, max_backup_bytes=1
     )
     host_pages = bench.back_up(pages(1))
-    assert not controller.has_storage(FULL) and not controller.storage_writable(FULL)
+    assert controller.mount is None and not controller.storage_writable(FULL)
     with pytest.raises(StorageUnavailableError):
         controller.store(FULL, host_pages, keys_of(bench, 1))
     assert bench.pool.num_locked == 0

@@ -12,6 +12,7 @@ from sgl_jax.srt.mem_cache.hicache.metrics import HiCacheMetrics
 from sgl_jax.srt.mem_cache.hicache.storage.stats import StorageStats
 from sgl_jax.srt.mem_cache.hicache.types import (
     ComponentKind,
+    LookupResult,
     Tier,
     TierTokens,
     TransferId,
@@ -96,6 +97,13 @@ def test_everything_is_there_at_zero(registry: CollectorRegistry, metrics: HiCac
             assert f"transfer_bytes_total{{{labels}}}" in before
             assert f"transfer_seconds_count{{{labels}}}" in before
             assert f'transfers_total{{{labels},outcome="failed"}}' in before
+            assert f"transfers_in_flight{{{labels}}}" in before
+    for component in ("full", "swa", "recurrent"):
+        for tier in ("device", "host"):
+            assert f'evicted_pages_total{{component="{component}",tier="{tier}"}}' in before
+            assert f'dropped_pages_total{{component="{component}",tier="{tier}"}}' in before
+        for name in ("device_pages_used", "device_pages_capacity", "page_bytes"):
+            assert f'{name}{{component="{component}"}}' in before
 
 
 def test_no_call_adds_a_label_that_was_not_there(
@@ -107,13 +115,18 @@ def test_no_call_adds_a_label_that_was_not_there(
         for component in ComponentKind:
             metrics.transfer(result(kind, (True, False), None, component))
             metrics.transfer(result(kind, (False,), "disk full", component))
-            metrics.host_pages(component, 1, 2)
-        metrics.in_flight(kind, 1)
-    for tier in (Tier.DEVICE, Tier.HOST):
-        metrics.evicted(tier, 1)
-        metrics.dropped(tier, 1)
+            metrics.in_flight(kind, component, 1)
     for component in ComponentKind:
+        metrics.host_pages(component, 1, 2)
+        metrics.device_capacity(component, 2, 64)
+        metrics.device_pages(component, 1)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            metrics.evicted(tier, component, 1)
+            metrics.dropped(tier, component, 1)
         metrics.storage(component, STATS)
+    for error in (None, "disk full"):
+        metrics.lookup_ended(LookupResult(TransferId(1), {}, 3, error, 0.5))
+    metrics.lookups_in_flight(1)
     metrics.lookup(3, 1)
     metrics.prefetch_wait(0.1, timed_out=True)
     after = samples(registry)
@@ -174,11 +187,14 @@ def test_a_page_that_did_not_arrive(
 def test_gauges_follow_the_last_value(registry: CollectorRegistry, metrics: HiCacheMetrics) -> None:
     metrics.host_pages(FULL, used=7, capacity=10)
     metrics.host_pages(FULL, used=3, capacity=10)
-    metrics.in_flight(TransferKind.LOAD, 2)
+    metrics.device_pages(FULL, 5)
+    metrics.in_flight(TransferKind.LOAD, FULL, 2)
     after = samples(registry)
     assert after['host_pages_used{component="full"}'] == 3
     assert after['host_pages_capacity{component="full"}'] == 10
-    assert after['transfers_in_flight{kind="load"}'] == 2
+    assert after['device_pages_used{component="full"}'] == 5
+    assert after['transfers_in_flight{component="full",kind="load"}'] == 2
+    assert after['transfers_in_flight{component="swa",kind="load"}'] == 0
 
 
 def test_storage_counters_follow_snapshots(
@@ -197,6 +213,28 @@ def test_storage_counters_follow_snapshots(
     assert after["storage_evicted_pages_total"] == 8
     assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (9, 10)
     assert after['storage_reads_total{component="swa",outcome="hit"}'] == 0
+
+
+def test_storage_counters_go_on_from_where_a_newly_attached_storage_is(
+    registry: CollectorRegistry, metrics: HiCacheMetrics
+) -> None:
+    """Another one starts at 0, and one that comes back has its totals: neither is counted twice, or backwards."""
+    metrics.storage_attached({FULL: StorageStats()})
+    assert samples(registry)['storage_available{component="full"}'] == 1
+    metrics.storage(FULL, STATS)
+    metrics.storage_detached()
+    after = samples(registry)
+    assert after['storage_available{component="full"}'] == 0
+    assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (0, 0)
+    metrics.storage_attached({FULL: StorageStats(hits=1)})
+    metrics.storage(FULL, StorageStats(hits=3))
+    metrics.storage_detached()
+    metrics.storage_attached({FULL: STATS})
+    metrics.storage(FULL, replace(STATS, hits=STATS.hits + 5))
+    after = samples(registry)
+    hits = after['storage_reads_total{component="full",outcome="hit"}']
+    assert hits == STATS.hits + 2 + 5
+    assert after["metric_faults_total"] == 0
 
 
 def test_components_in_one_folder_add_evictions_and_share_its_size(
@@ -235,7 +273,7 @@ def test_a_senseless_figure_is_counted_and_never_raises(
 ) -> None:
     before = samples(registry)
     metrics.prompt(TierTokens(device=-5, computed=5))
-    metrics.evicted(Tier.HOST, -1)
+    metrics.evicted(Tier.HOST, FULL, -1)
     metrics.prefetch_wait(math.nan, timed_out=False)
     assert changed(registry, before) == {
         "prompts_total": 1,

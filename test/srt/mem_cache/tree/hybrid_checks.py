@@ -43,11 +43,11 @@ def check_at_rest(world: HybridWorld) -> None:
         return
     controller = world.controller
     assert controller.num_in_flight == 0
-    assert controller._backup_bytes == 0
+    assert controller.in_flight.backup_bytes == 0
     for component in world.tree.components:
         pool = world.host_pool(component.kind)
         assert pool.num_locked == 0
-        assert not controller._given_up[component.kind]
+        assert not controller.in_flight._given_up[component.kind]
         assert pool.num_free + component.host.num_pages == pool.num_pages
         assert not component.host.storing.any()
     if world.tree.has_storage:
@@ -260,11 +260,11 @@ def _read(pool: object, pages: list[int]) -> list[list[np.ndarray]]:
 def _in_flight(world: HybridWorld, kind: ComponentKind) -> set[int]:
     """Host pages of transfers that have not ended, or whose end nobody has used yet."""
     controller, prefetch = world.controller, world.cache._prefetch
-    pages = set(controller._given_up[kind])
+    pages = set(controller.in_flight._given_up[kind])
     results = [r for r in [*controller._settled, *prefetch._fetches] if hasattr(r, "host_pages")]
     for waiting in set(prefetch._table._by_transfer.values()):
         results += waiting.arrived.values()
-    for transfer in [*controller._pending.values(), *results]:
+    for transfer in [*controller.in_flight.transfers(), *results]:
         if transfer.component is kind:
             pages.update(np.asarray(transfer.host_pages).tolist())
     return pages

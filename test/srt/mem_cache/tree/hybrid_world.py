@@ -138,7 +138,7 @@ class HybridWorld:
 
     def shelf(self, kind: ComponentKind) -> FaultyShelf:
         """The storage of a component."""
-        storage: FaultyShelf = self.controller._io[kind].storage
+        storage: FaultyShelf = self.controller.mount.storages[kind]
         return storage
 
     def numbers(self, req: Req, num_tokens: int) -> np.ndarray:

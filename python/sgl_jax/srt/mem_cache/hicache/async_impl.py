@@ -15,6 +15,7 @@ Threads: one thread (the engine's) calls the public methods. `DeviceJob.start` r
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import queue
 import threading
@@ -33,6 +34,7 @@ from .types import TransferId
 
 _READY_POLL_S = 0.0005
 _SHUT_DOWN = "HiCacheError: the executor is shut down"
+_RENEWED = "HiCacheError: the workers that were to do it were given up"
 
 
 class IoLane(enum.Enum):
@@ -101,6 +103,7 @@ class _Workers:
         )
         self._on_done = on_done
         self._closed = threading.Event()
+        self._reason = ""
         self._threads = [
             threading.Thread(target=self._loop, name=f"hicache-{name}-{i}", daemon=True)
             for i in range(count)
@@ -111,9 +114,13 @@ class _Workers:
     def submit(self, ticket: _Ticket, work: Callable[[], Any]) -> None:
         self._tasks.put((ticket, work))
 
-    def close(self) -> None:
-        """Ask every worker to leave after the job it is at; what waits in the queue is not started any more."""
+    def close(self, reason: str) -> None:
+        """Ask every worker to leave after the job it is at; what waits in the queue fails for that reason."""
+        self._reason = reason
         self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._refuse(self._tasks.get_nowait())
         for _ in self._threads:
             self._tasks.put(None)
 
@@ -123,7 +130,10 @@ class _Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._closed.is_set():
+        while (task := self._tasks.get()) is not None:
+            if self._closed.is_set():
+                self._refuse(task)
+                continue
             ticket, work = task
             try:
                 ticket.settle(work(), None)
@@ -131,6 +141,11 @@ class _Workers:
                 # Even a SystemExit must not end a worker that others wait for.
                 ticket.settle(None, error)
             del task, ticket, work  # a waiting worker must not keep pages alive
+            self._on_done()
+
+    def _refuse(self, task: tuple[_Ticket, Callable[[], Any]] | None) -> None:
+        if task is not None:
+            task[0].settle(None, self._reason)
             self._on_done()
 
 
@@ -145,7 +160,8 @@ class TransferExecutor(ABC):
         }
         self._changed = threading.Condition()
         self._closed = False
-        self._io = {lane: _Workers(lane.value, num_io_workers, self._notify) for lane in IoLane}
+        self._num_io_workers = num_io_workers
+        self._io = {lane: self._new_workers(lane) for lane in IoLane}
 
     @property
     def num_in_flight(self) -> int:
@@ -204,10 +220,22 @@ class TransferExecutor(ABC):
             for lane in self._lanes.values():
                 lane.clear()
             for workers in self._workers():
-                workers.close()
+                workers.close(_SHUT_DOWN)
         end_s = time.monotonic() + deadline_s
         ended = [workers.join(end_s) for workers in self._workers()]
         return all(ended)
+
+    def renew_io(self) -> None:
+        """Go on with new workers for file work: those there are may be stuck. What they are at ends when it ends; what
+        they have not begun fails."""
+        if self._closed:
+            return
+        for lane, workers in self._io.items():
+            workers.close(_RENEWED)
+            self._io[lane] = self._new_workers(lane)
+
+    def _new_workers(self, lane: IoLane) -> _Workers:
+        return _Workers(lane.value, self._num_io_workers, self._notify)
 
     def _register(self, transfer_id: TransferId, lane: str) -> _Ticket:
         """A ticket is in its lane before anything runs, so that no completion can come unexpected."""

@@ -19,7 +19,7 @@ from .components.base import TreeComponent
 from .components.full import FullComponent
 from .components.recurrent import RecurrentStateComponent
 from .components.swa import SWAComponent
-from .config import HiCacheConfig, HostScheme, WritePolicy
+from .config import HiCacheConfig, HostScheme, StorageKind, WritePolicy
 from .contract import ReqToTokenPool, TokenToKVPoolAllocator
 from .controller import ComponentIO, HiCacheController
 from .device_buffers import DeviceBuffers
@@ -30,10 +30,12 @@ from .host_split import Checkpoints, choose_interval, companion_pages, unit_byte
 from .lower_tiers import LowerTiers
 from .memory_budget import host_pool_pages
 from .metrics import HiCacheMetrics
-from .page_key import PageHasher, StorageNamespace, companion_key
+from .page_key import PageHasher
 from .path_keys import PathKeys
 from .pool_buffers import component_buffers
-from .storage.registry import STORAGE_FACTORIES, StorageFactory, open_storage
+from .storage.registry import STORAGE_FACTORIES, StorageFactory
+from .storage_mount import ModelIdentity as ModelIdentity
+from .storage_mount import StorageMount, StorageOpener
 from .tiered_tree import TieredTree
 from .token_key import TokenCodec
 from .transfer import PageTransfer
@@ -46,14 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKUP_BYTES = 512 * 2**20
 """Gathered copies that may wait on the device for their way to the host. Beyond it, backups are put off."""
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Whose KV it is. `model_version` names the weights, not the served name: it changes when they do."""
-
-    model_id: str
-    model_version: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,21 @@ class _Device:
         buffers = self.buffers[kind]
         return (buffers.rows_per_rank - 1) * buffers.dp_size
 
+    def tell_sizes(self, metrics: HiCacheMetrics) -> None:
+        """Set the gauges that never change."""
+        for kind, layout in self.layouts.items():
+            metrics.device_capacity(kind, self.num_pages(kind), layout.page_bytes)
+
+
+@dataclass(frozen=True)
+class _Below:
+    """What stands below the device: the host pools with the ways to them, and who opens and names files."""
+
+    io: Mapping[ComponentKind, ComponentIO]
+    opener: StorageOpener
+    keys: PathKeys
+    mount: StorageMount | None
+
 
 def register(register_kv_cache: Callable[[str, Callable[..., Any]], None]) -> None:
     """Register `build_unified_radix_cache` by its name with an engine's table of caches."""
@@ -86,7 +95,7 @@ def build_unified_radix_cache(
     req_to_token_pool: ReqToTokenPool,
     token_to_kv_pool_allocator: TokenToKVPoolAllocator,
     page_size: int,
-    model_identity: ModelIdentity,
+    model_identity: ModelIdentity | Callable[[], ModelIdentity],
     sliding_window_size: int | None = None,
     recurrent_state_pool: Any = None,
     dp_size: int = 1,
@@ -103,67 +112,55 @@ def build_unified_radix_cache(
 
     A KV pool with a `swa_kv_pool` makes a sliding-window component, for which `sliding_window_size` (tokens, the
     current one included) is needed; a `recurrent_state_pool` makes a recurrent one. With HiCache off (`config.storage`
-    None) or `disable` it needs no host memory and no files. `registry` takes the metrics, `executor` overrides
-    `config.async_impl`, `storage_factories` adds kinds of storage. Raises HiCacheConfigError if a pool has a buffer the
-    cache does not know, the host pools do not fit, or the storage path cannot be used.
+    None) or `disable` it needs no host memory and no files. `model_identity` may be a function, which is called when
+    storage is first used. `registry` takes the metrics, `executor` overrides `config.async_impl`, `storage_factories`
+    adds kinds of storage. Raises HiCacheConfigError if a pool has a buffer the cache does not know, the host pools do
+    not fit, or the storage path cannot be used.
     """
     kvcache = token_to_kv_pool_allocator.get_kvcache()
-    has_swa = hasattr(kvcache, "swa_kv_pool")
+    has_swa, has_states = hasattr(kvcache, "swa_kv_pool"), recurrent_state_pool is not None
     if has_swa and sliding_window_size is None:
         raise HiCacheConfigError("a pool with a sliding-window part needs sliding_window_size")
-    if recurrent_state_pool is not None and is_eagle:
-        raise HiCacheConfigError(
-            "recurrent states are not kept for EAGLE's bigram keys: a state lies between two keys; "
-            "start without --hicache-storage for this model"
-        )
-    hicache_on = config.enabled and not disable
+    if has_states and is_eagle:
+        _refuse_states_beside_bigrams()
+    on = config.enabled and not disable
     device = (
         _read_pools(config, kvcache, recurrent_state_pool, page_size, dp_size, sliding_window_size)
-        if hicache_on or has_swa or recurrent_state_pool is not None
+        if on or has_swa or has_states
         else None
     )
     kinds = tuple(device.layouts) if device is not None else (ComponentKind.FULL,)
     metrics = HiCacheMetrics(registry or CollectorRegistry(), kinds)
     codec = TokenCodec(page_size, is_eagle)
-    io: dict[ComponentKind, ComponentIO] = {}
-    namespaces: dict[ComponentKind, StorageNamespace] = {}
-    if hicache_on and device is not None:
+    below = None
+    if on and device is not None:
         _refuse_slab_beside_ranks(config, dp_size)
-        io, namespaces = _open_tiers(
-            config, device, page_size, model_identity, processes_on_host, storage_factories
+        identify = model_identity if callable(model_identity) else lambda: model_identity
+        opener = StorageOpener(
+            device.layouts, identify, _kind_of_storage(config), storage_factories
         )
-    keys = _path_keys(namespaces, codec) if hicache_on and config.has_storage else None
-    components = _components(device, io, namespaces, keys, page_size, dp_size, sliding_window_size)
-    tiers = None
-    if io:
-        controller = HiCacheController(
-            io,
-            executor or create_executor(config.async_impl.value),
-            max_backup_bytes=MAX_BACKUP_BYTES,
-            clock=clock,
-        )
-        tiers = LowerTiers(components, controller, metrics)
+        below = _open_below(config, device, opener, codec, processes_on_host)
+        device.tell_sizes(metrics)
+    components = _components(device, below, page_size, dp_size, sliding_window_size)
     tree = TieredTree(
         codec=codec,
         components=components,
         device=DeviceSlots(token_to_kv_pool_allocator, req_to_token_pool, has_swa=has_swa),
-        tiers=tiers,
-        keys=keys,
+        tiers=_tiers(config, below, components, metrics, executor, clock),
+        keys=below.keys if below is not None else None,
     )
+    interval = device.checkpoints.interval if device is not None and len(kinds) > 1 else 0
     return UnifiedRadixCache(
         req_to_token_pool=req_to_token_pool,
         token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         tree=tree,
         metrics=metrics,
+        storage_opener=below.opener if below is not None else None,
         store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
         prefetch_rules=config.prefetch_rules,
         sliding_window_size=sliding_window_size if has_swa else None,
-        recurrent_track_interval=device.checkpoints.interval
-        if device is not None and ComponentKind.RECURRENT in kinds
-        else 0,
-        checkpoint_interval=device.checkpoints.interval
-        if device is not None and len(kinds) > 1
-        else 0,
+        recurrent_track_interval=interval if has_states else 0,
+        checkpoint_interval=interval,
         disable=disable,
         clock=clock,
     )
@@ -192,6 +189,13 @@ def _read_pools(
     return _Device(buffers, layouts, Checkpoints(page_size, window_pages, interval))
 
 
+def _refuse_states_beside_bigrams() -> None:
+    raise HiCacheConfigError(
+        "recurrent states are not kept for EAGLE's bigram keys: a state lies between two keys; "
+        "start without --hicache-storage for this model"
+    )
+
+
 def _refuse_slab_beside_ranks(config: HiCacheConfig, dp_size: int) -> None:
     if config.host_scheme is HostScheme.SLAB and dp_size > 1:
         raise HiCacheConfigError(
@@ -200,49 +204,42 @@ def _refuse_slab_beside_ranks(config: HiCacheConfig, dp_size: int) -> None:
         )
 
 
-def _open_tiers(
+def _kind_of_storage(config: HiCacheConfig) -> str:
+    """What is opened at start, or, without files then, may be attached later."""
+    kind = config.storage if config.storage is not None and config.has_storage else StorageKind.FILE
+    return kind.value
+
+
+def _open_below(
     config: HiCacheConfig,
     device: _Device,
-    page_size: int,
-    model_identity: ModelIdentity,
+    opener: StorageOpener,
+    codec: TokenCodec,
     processes_on_host: int,
-    storage_factories: Mapping[str, StorageFactory],
-) -> tuple[dict[ComponentKind, ComponentIO], dict[ComponentKind, StorageNamespace]]:
-    """Every component's byte movers, sized and opened; says in the log what the levels hold."""
+) -> _Below:
+    """The lower levels, sized and opened; says in the log what they hold."""
     unit = unit_bytes(device.layouts, device.checkpoints)
     # What the device holds, in Full pages that each have their share of windows and states.
     device_units = max(device.num_bytes // unit, 1)
     full_pages = host_pool_pages(config, device_units, unit, processes_on_host)
     host_pages = companion_pages(device.layouts, device.checkpoints, full_pages)
+    mount = (
+        opener.open(config.storage_path, config.storage_max_bytes) if config.has_storage else None
+    )
     io: dict[ComponentKind, ComponentIO] = {}
-    namespaces: dict[ComponentKind, StorageNamespace] = {}
     for kind, layout in device.layouts.items():
         transfer = PageTransfer(device.buffers[kind], layout)
-        namespaces[kind] = StorageNamespace(
-            model_id=model_identity.model_id,
-            model_version=model_identity.model_version,
-            page_size=page_size,
-            kv_dtype=layout.buffers[0].dtype,
-            layout_id=layout.layout_id,
-            page_bytes=layout.page_bytes,
-        )
-        storage = (
-            open_storage(
-                config.storage.value,
-                config.storage_path,
-                namespaces[kind],
-                storage_factories,
-                max_bytes=config.storage_max_bytes,
-            )
-            if config.storage is not None and config.has_storage
-            else None
-        )
         host_pool = create_host_pool(
             config.host_scheme.value, host_pages[kind], layout, transfer.host_memory()
         )
-        io[kind] = ComponentIO(transfer, host_pool, storage)
-    _tell(config, device, host_pages, page_size)
-    return io, namespaces
+        io[kind] = ComponentIO(transfer, host_pool)
+    _tell(config, device, host_pages, codec.page_size)
+    keys = PathKeys(
+        lambda extra_key: PageHasher(
+            opener.namespaces[ComponentKind.FULL], extra_key, codec.token_bytes
+        )
+    )
+    return _Below(io, opener, keys, mount)
 
 
 def _tell(
@@ -278,16 +275,29 @@ def _tell(
         )
 
 
-def _path_keys(namespaces: Mapping[ComponentKind, StorageNamespace], codec: TokenCodec) -> PathKeys:
-    full = namespaces[ComponentKind.FULL]
-    return PathKeys(lambda extra_key: PageHasher(full, extra_key, codec.token_bytes))
+def _tiers(
+    config: HiCacheConfig,
+    below: _Below | None,
+    components: tuple[TreeComponent, ...],
+    metrics: HiCacheMetrics,
+    executor: TransferExecutor | None,
+    clock: Callable[[], float],
+) -> LowerTiers | None:
+    if below is None:
+        return None
+    controller = HiCacheController(
+        below.io,
+        executor or create_executor(config.async_impl.value),
+        max_backup_bytes=MAX_BACKUP_BYTES,
+        mount=below.mount,
+        clock=clock,
+    )
+    return LowerTiers(components, controller, metrics)
 
 
 def _components(
     device: _Device | None,
-    io: Mapping[ComponentKind, ComponentIO],
-    namespaces: Mapping[ComponentKind, StorageNamespace],
-    keys: PathKeys | None,
+    below: _Below | None,
     page_size: int,
     dp_size: int,
     window: int | None,
@@ -298,8 +308,8 @@ def _components(
         return {
             "page_size": page_size,
             "num_ranks": dp_size,
-            "host_pool": io[kind].host_pool if kind in io else None,
-            "keys": keys,
+            "host_pool": below.io[kind].host_pool if below is not None else None,
+            "keys": below.keys if below is not None else None,
         }
 
     components: list[TreeComponent] = [FullComponent(**common(ComponentKind.FULL))]
@@ -311,7 +321,7 @@ def _components(
     }
     for kind, (make, settings) in beside.items():
         if kind in device.layouts:
-            derive = companion_key(namespaces[kind]) if kind in namespaces else None
+            derive = below.opener.derive_key(kind) if below is not None else None
             components.append(
                 make(
                     index=len(components),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .components.base import Int32Array, TreeComponent
 from .metrics import HiCacheMetrics
 from .tiered_tree import TieredTree
 from .tree_node import TreeNode
@@ -28,8 +29,6 @@ class DeviceEviction:
                 if node is None:
                     break
                 freed += self._evict_node(node, num_tokens - freed)
-        if freed:
-            self._metrics.evicted(Tier.DEVICE, freed // self._tree.codec.page_size)
         return freed
 
     def evict_swa(self, num_tokens: int, dp_rank: int) -> int:
@@ -41,7 +40,7 @@ class DeviceEviction:
                 if node is None:
                     break
                 tree.back_up_part(tree.swa, node)
-                freed += len(tree.detach(tree.swa, node))
+                freed += len(self._detach(tree.swa, node))
                 full_slots = tree.full.data(node).device_slots
                 if full_slots is not None:
                     tree.device.free_swa(full_slots, dp_rank)
@@ -71,10 +70,10 @@ class DeviceEviction:
         for component in tree.components:
             tree.back_up_part(component, node)
         if tree.swa is not None and tree.swa.data(node).device_slots is not None:
-            tree.detach(tree.swa, node)  # freed with the Full slots that they are mapped to
+            self._detach(tree.swa, node)  # freed with the Full slots that they are mapped to
         if tree.state_slot(node) is not None:
             self._free_state(node)
-        slots = tree.detach(tree.full, node)
+        slots = self._detach(tree.full, node)
         if upper is not None:
             tree.full.device.age(upper)
         tree.device.free_full(slots, node.namespace.dp_rank)
@@ -82,8 +81,23 @@ class DeviceEviction:
             tree.remove_subtree(node)
         return len(slots)
 
+    def _is_lost(self, component: TreeComponent, node: TreeNode) -> bool:
+        """True if what the node had was worth keeping, and no tier below has it."""
+        data = component.data(node)
+        below = data.host_pages is not None or data.in_storage
+        return self._tree.has_tiers and not below and component.wants_host_copy(node)
+
     def _free_state(self, node: TreeNode) -> None:
         tree = self._tree
         if tree.recurrent is not None:
-            slots = tree.detach(tree.recurrent, node)
+            slots = self._detach(tree.recurrent, node)
             tree.device.free_state(int(slots[0]), node.namespace.dp_rank)
+
+    def _detach(self, component: TreeComponent, node: TreeNode) -> Int32Array:
+        """The node's slots of a component, which are its no longer."""
+        slots = self._tree.detach(component, node)
+        num_pages = len(component.device_pages_of(slots))
+        self._metrics.evicted(Tier.DEVICE, component.kind, num_pages)
+        if self._is_lost(component, node):
+            self._metrics.dropped(Tier.DEVICE, component.kind, num_pages)
+        return slots

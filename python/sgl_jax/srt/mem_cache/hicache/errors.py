@@ -6,7 +6,8 @@
     ├── InvariantError                         check_invariants() found a broken fact
     └── StorageError
         ├── StorageCorruptionError             a page file is short, damaged or foreign
-        └── StorageUnavailableError            the storage cannot be used now (disk full, directory gone, no permission)
+        ├── StorageUnavailableError            the storage cannot be used now (disk full, directory gone, no permission)
+        └── StorageAttachError                 attach where a storage is attached, detach where none is
 
 A miss, no room and not-yet are values, never errors. A worker never raises into the scheduler: it returns a
 `TransferResult` whose `error` is set.
@@ -39,3 +40,7 @@ class StorageCorruptionError(StorageError):
 
 class StorageUnavailableError(StorageError):
     """The storage cannot be read or written at present."""
+
+
+class StorageAttachError(StorageError):
+    """A storage is to be attached where one is, or detached where none is, or there is no host tier above it."""

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .components.base import PrefetchPlan, TreeComponent
-from .controller import LoadFuture
 from .device_eviction import DeviceEviction
+from .in_flight import LoadFuture
 from .tiered_tree import TieredTree
 from .tree_node import TreeNode
 from .types import ComponentKind

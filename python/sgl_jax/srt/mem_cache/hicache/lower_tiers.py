@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .components.base import BackupPlan, PrefetchPlan, StorePlan, TreeComponent
-from .controller import HiCacheController, LoadFuture
+from .controller import HiCacheController
 from .host_pool.base import HostKVPool
+from .in_flight import LoadFuture
 from .metrics import HiCacheMetrics
+from .storage_mount import DetachedStorage, StorageMount
 from .tree_node import TreeNode
 from .types import ComponentKind, LookupResult, Tier, TransferKind, TransferResult
 
@@ -79,7 +81,9 @@ class LowerTiers:
         self.controller = controller
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
-        controller.report(metrics)
+        self._device_pages: dict[ComponentKind, int] = {}
+        self._metrics.storage_attached(controller.storage_stats())
+        self.report()
 
     def host_pool(self, kind: ComponentKind) -> HostKVPool:
         """The host pool of a component."""
@@ -210,6 +214,21 @@ class LowerTiers:
         """Start writing pages to storage."""
         self.controller.store(plan.component, plan.host_pages, plan.page_keys, plan.links)
 
+    def attach_storage(self, mount: StorageMount) -> None:
+        """L3 is there from now on. Raises StorageAttachError if there is one already."""
+        self.controller.attach_storage(mount)
+        self._metrics.storage_attached(self.controller.storage_stats())
+        self.report()
+
+    def detach_storage(self) -> DetachedStorage:
+        """L3 is gone, and with it the knowledge of what it has. Raises StorageAttachError if there is none."""
+        self.report()
+        detached = self.controller.detach_storage()
+        for component in self._components.values():
+            component.host.forget_storage()
+        self._metrics.storage_detached()
+        return detached
+
     # -- load --------------------------------------------------------------------------------------------------------
 
     def load(self, plan: PrefetchPlan, device_pages: Int32Array, dp_rank: int) -> LoadFuture:
@@ -231,13 +250,14 @@ class LowerTiers:
         settlement = Settlement()
         for result in self.controller.poll():
             if isinstance(result, LookupResult):
+                self._metrics.lookup_ended(result)
                 settlement.lookups.append(result)
                 continue
             self._metrics.transfer(result)
             component = self._components[result.component]
             if result.kind is TransferKind.BACKUP:
                 self._settle_backup(component, result, settlement)
-            elif result.kind is TransferKind.STORE:
+            elif result.kind is TransferKind.STORE and not result.detached:
                 pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
                 component.host.storing[pages] = False
                 component.host.stored[pages[ok]] = True
@@ -245,8 +265,29 @@ class LowerTiers:
                     settlement.unstored[node, component] = None
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
-        self.controller.report(self._metrics)
+        self.report()
         return settlement
+
+    def report_device(self) -> None:
+        """Bring the gauges of the device up to date; cheap if nothing changed."""
+        for kind, component in self._components.items():
+            num_pages = component.num_device_pages()
+            if num_pages != self._device_pages.get(kind):
+                self._device_pages[kind] = num_pages
+                self._metrics.device_pages(kind, num_pages)
+
+    def report(self) -> None:
+        """Bring gauges and storage counters up to date."""
+        in_flight = self.controller.in_flight
+        counts = in_flight.counts()
+        for kind in self._components:
+            for transfer_kind in TransferKind:
+                self._metrics.in_flight(transfer_kind, kind, counts[transfer_kind, kind])
+            pool = self.host_pool(kind)
+            self._metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
+        self._metrics.lookups_in_flight(in_flight.num_lookups)
+        for kind, stats in self.controller.storage_stats().items():
+            self._metrics.storage(kind, stats)
 
     def shutdown(self, deadline_s: float) -> bool:
         """Stop the workers; False if one did not end in time. What ended by then is settled and in the metrics."""
@@ -267,7 +308,7 @@ class LowerTiers:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _count_dropped(self, component: TreeComponent, node: TreeNode, pages: Int32Array) -> None:
-        self._metrics.evicted(Tier.HOST, len(pages))
+        self._metrics.evicted(Tier.HOST, component.kind, len(pages))
         if component.data(node).device_slots is None:
             lost = int(len(pages) - component.host.stored[pages].sum())
-            self._metrics.dropped(Tier.HOST, lost)
+            self._metrics.dropped(Tier.HOST, component.kind, lost)

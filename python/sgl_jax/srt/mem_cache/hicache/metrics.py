@@ -9,13 +9,20 @@ Every method may be called from any thread, except where it says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from .storage.stats import StorageStats
-from .types import ComponentKind, Tier, TierTokens, TransferKind, TransferResult
+from .types import (
+    ComponentKind,
+    LookupResult,
+    Tier,
+    TierTokens,
+    TransferKind,
+    TransferResult,
+)
 
 PREFIX = "sglang:hicache_"
 
@@ -88,25 +95,37 @@ class HiCacheMetrics:
             registry=registry,
         )
         self._in_flight = Gauge(
-            PREFIX + "transfers_in_flight", "Transfers not settled yet", ["kind"], registry=registry
+            PREFIX + "transfers_in_flight",
+            "Transfers not settled yet",
+            labels,
+            registry=registry,
         )
 
     def _define_pages(self, registry: CollectorRegistry) -> None:
+        labels = ["tier", "component"]
         self._evicted_pages = Counter(
-            PREFIX + "evicted_pages", "Pages that left a tier", ["tier"], registry=registry
+            PREFIX + "evicted_pages", "Pages that left a tier", labels, registry=registry
         )
         self._dropped_pages = Counter(
             PREFIX + "dropped_pages",
-            "Pages that left a tier although no lower tier held a copy",
-            ["tier"],
+            "Pages worth keeping that left a tier although no lower tier held a copy",
+            labels,
             registry=registry,
         )
-        self._host_pages_used = Gauge(
-            PREFIX + "host_pages_used", "Host pages in use", ["component"], registry=registry
+        self._page_bytes = self._gauge(registry, "page_bytes", "Bytes of one page (of one state)")
+        self._device_pages_used = self._gauge(
+            registry, "device_pages_used", "Device pages that the cache holds"
         )
-        self._host_pages_capacity = Gauge(
-            PREFIX + "host_pages_capacity", "Host pages in all", ["component"], registry=registry
+        self._device_pages_capacity = self._gauge(
+            registry, "device_pages_capacity", "Device pages in all"
         )
+        self._host_pages_used = self._gauge(registry, "host_pages_used", "Host pages in use")
+        self._host_pages_capacity = self._gauge(
+            registry, "host_pages_capacity", "Host pages in all"
+        )
+
+    def _gauge(self, registry: CollectorRegistry, name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, ["component"], registry=registry)
 
     def _define_storage(self, registry: CollectorRegistry) -> None:
         labels = ["component", "outcome"]
@@ -156,6 +175,15 @@ class HiCacheMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._lookups = Counter(
+            PREFIX + "storage_lookups",
+            "Look-ups of arriving prompts in storage that ended: answered, or failed",
+            ["outcome"],
+            registry=registry,
+        )
+        self._lookups_in_flight = Gauge(
+            PREFIX + "storage_lookups_in_flight", "Look-ups not settled yet", registry=registry
+        )
         self._prefetch_timeouts = Counter(
             PREFIX + "prefetch_timeouts", "Prefetches cut off by their deadline", registry=registry
         )
@@ -165,21 +193,26 @@ class HiCacheMetrics:
             self._child(self._prompt_tokens, tier.value)
         for outcome in ("hit", "miss"):
             self._child(self._lookup_pages, outcome)
-        for tier in _EVICTING_TIERS:
-            self._child(self._evicted_pages, tier.value)
-            self._child(self._dropped_pages, tier.value)
+        for outcome in ("ok", "failed"):
+            self._child(self._lookups, outcome)
         for component in components:
+            for tier in _EVICTING_TIERS:
+                self._child(self._evicted_pages, tier.value, component.value)
+                self._child(self._dropped_pages, tier.value, component.value)
             self._child(self._storage_available, component.value)
             for outcome in _READ_OUTCOMES:
                 self._child(self._storage_reads, component.value, outcome)
             for outcome in _WRITE_OUTCOMES:
                 self._child(self._storage_writes, component.value, outcome)
+            self._child(self._page_bytes, component.value)
+            self._child(self._device_pages_used, component.value)
+            self._child(self._device_pages_capacity, component.value)
             self._child(self._host_pages_used, component.value)
             self._child(self._host_pages_capacity, component.value)
         for kind in TransferKind:
-            self._child(self._in_flight, kind.value)
             for component in components:
                 labels = (kind.value, component.value)
+                self._child(self._in_flight, *labels)
                 self._child(self._transfer_bytes, *labels)
                 self._child(self._transfer_seconds, *labels)
                 for outcome in ("ok", "failed"):
@@ -209,22 +242,45 @@ class HiCacheMetrics:
         self._add(self._child(self._transfer_bytes, *labels), result.num_bytes)
         self._observe(self._child(self._transfer_seconds, *labels), result.seconds)
 
-    def in_flight(self, kind: TransferKind, num_transfers: int) -> None:
-        """Set how many transfers of a kind are not settled yet."""
-        self._child(self._in_flight, kind.value).set(num_transfers)
+    def in_flight(self, kind: TransferKind, component: ComponentKind, num_transfers: int) -> None:
+        """Set how many transfers of a kind and component are not settled yet."""
+        self._child(self._in_flight, kind.value, component.value).set(num_transfers)
 
-    def evicted(self, tier: Tier, num_pages: int) -> None:
+    def evicted(self, tier: Tier, component: ComponentKind, num_pages: int) -> None:
         """Count pages that left the device or the host."""
-        self._add(self._child(self._evicted_pages, tier.value), num_pages)
+        self._add(self._child(self._evicted_pages, tier.value, component.value), num_pages)
 
-    def dropped(self, tier: Tier, num_pages: int) -> None:
+    def dropped(self, tier: Tier, component: ComponentKind, num_pages: int) -> None:
         """Count pages that left a tier with no copy below: nothing could take them."""
-        self._add(self._child(self._dropped_pages, tier.value), num_pages)
+        self._add(self._child(self._dropped_pages, tier.value, component.value), num_pages)
+
+    def device_capacity(self, component: ComponentKind, num_pages: int, page_bytes: int) -> None:
+        """Set how many device pages a component has in all, and the bytes of one page on every tier."""
+        self._child(self._device_pages_capacity, component.value).set(num_pages)
+        self._child(self._page_bytes, component.value).set(page_bytes)
+
+    def device_pages(self, component: ComponentKind, used: int) -> None:
+        """Set how many device pages of a component the cache holds; a request's own pages are not among them."""
+        self._child(self._device_pages_used, component.value).set(used)
 
     def host_pages(self, component: ComponentKind, used: int, capacity: int) -> None:
         """Set the fill of a component's host pool."""
         self._child(self._host_pages_used, component.value).set(used)
         self._child(self._host_pages_capacity, component.value).set(capacity)
+
+    def storage_attached(self, stats: Mapping[ComponentKind, StorageStats]) -> None:
+        """Count from these snapshots on; each component's storage may have done things before it was ours."""
+        self._storage_seen = dict(stats)
+        for component, snapshot in stats.items():
+            self._show_storage(component, snapshot)
+
+    def storage_detached(self) -> None:
+        """There is no storage any more: it is not available and holds nothing."""
+        for component in self._storage_seen:
+            self._child(self._storage_available, component.value).set(0)
+        self._storage_seen = {}
+        self._storage_bytes_held.set(0)
+        self._storage_max_bytes.set(0)
 
     def storage(self, component: ComponentKind, stats: StorageStats) -> None:
         """Bring the storage counters of a component up to a snapshot of its storage. Scheduler thread only."""
@@ -248,8 +304,12 @@ class HiCacheMetrics:
             self._add(self._child(self._storage_reads, component.value, outcome), num_pages)
         for outcome, num_pages in writes.items():
             self._add(self._child(self._storage_writes, component.value, outcome), num_pages)
-        self._child(self._storage_available, component.value).set(stats.available)
         self._add(self._storage_evicted_pages, stats.evicted - seen.evicted)
+        self._show_storage(component, stats)
+
+    def _show_storage(self, component: ComponentKind, stats: StorageStats) -> None:
+        """What a snapshot says of this moment."""
+        self._child(self._storage_available, component.value).set(stats.available)
         if stats.max_bytes:  # the components share one folder
             self._storage_bytes_held.set(stats.bytes_held)
             self._storage_max_bytes.set(stats.max_bytes)
@@ -258,6 +318,14 @@ class HiCacheMetrics:
         """Count what storage had of the pages it was asked for on behalf of one arriving request."""
         self._add(self._child(self._lookup_pages, "hit"), num_found)
         self._add(self._child(self._lookup_pages, "miss"), num_asked - num_found)
+
+    def lookup_ended(self, result: LookupResult) -> None:
+        """Count one settled look-up."""
+        self._child(self._lookups, "ok" if result.error is None else "failed").inc()
+
+    def lookups_in_flight(self, num_lookups: int) -> None:
+        """Set how many look-ups are not settled yet."""
+        self._lookups_in_flight.set(num_lookups)
 
     def prefetch_wait(self, seconds: float, timed_out: bool) -> None:
         """Count how long a request was held for storage, and whether its deadline cut that off."""

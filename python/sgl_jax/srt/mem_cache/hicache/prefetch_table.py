@@ -135,11 +135,27 @@ class PrefetchTable:
             usable.append((chunk, prefetch.arrived.pop(fetch)))
         return usable
 
-    def clear(self) -> list[TransferResult]:
-        """Forget everything (the tree was reset). Results still to come belong to no one, and so do those whose turn
-        had not come, which are returned."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose pages are still looked for or read."""
+        return sum(
+            p.state is not PrefetchState.ENDED and self.wanted(p) for p in self._by_rid.values()
+        )
+
+    def end_all(self) -> list[TransferResult]:
+        """No prefetch goes on. Results still to come belong to no one, and so do those whose turn had not come, which
+        are returned."""
         waiting = dict.fromkeys(self._by_transfer.values())  # for the reads whose turn it was
         unused = [result for prefetch in waiting for result in prefetch.arrived.values()]
-        self._by_rid.clear()
+        for prefetch in [*waiting, *self._by_rid.values()]:
+            prefetch.state = PrefetchState.ENDED
+            prefetch.chunks.clear()
+            prefetch.arrived.clear()
         self._by_transfer.clear()
+        return unused
+
+    def clear(self) -> list[TransferResult]:
+        """`end_all`, and forget every request (the tree was reset)."""
+        unused = self.end_all()
+        self._by_rid.clear()
         return unused

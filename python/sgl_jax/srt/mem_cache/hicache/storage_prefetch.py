@@ -18,12 +18,12 @@ import numpy as np
 
 from .components.base import PrefetchPlan, TreeComponent
 from .config import PrefetchRules
-from .controller import CompanionQuery, StorageQuery
 from .coverage import Coverage, Part, usable_prefix
 from .host_arrivals import HostArrivals
 from .lower_tiers import Settlement
 from .metrics import HiCacheMetrics
 from .prefetch_table import FetchChunk, Prefetch, PrefetchState, PrefetchTable
+from .storage_query import CompanionQuery, StorageQuery
 from .tiered_tree import TieredTree
 from .tree_node import KeyNamespace, TreeNode
 from .types import ComponentKind, LookupResult, TierTokens, TransferId, TransferResult
@@ -64,6 +64,7 @@ class StoragePrefetch:
         self._metrics = metrics
         self._table = PrefetchTable(rules, clock)
         self._threshold = rules.threshold
+        self.served = TierTokens()  # of all prompts so far
         # Looked up, but not read yet: what others fetched and still wait with fills the share of the host for that.
         self._parked: deque[Prefetch] = deque()
         self._held_pages: dict[Prefetch, int] = {}
@@ -105,6 +106,7 @@ class StoragePrefetch:
             computed=prompt_len - prefix_len,
         )
         self._metrics.prompt(tiers)
+        self.served += tiers
         self._let_go(rid)
         return tiers
 
@@ -117,10 +119,22 @@ class StoragePrefetch:
         for fetch in fetches:
             self._on_fetch(fetch)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose pages are still looked for or read."""
+        return self._table.num_waiting
+
+    def storage_detached(self) -> None:
+        """No request waits any longer; each goes on with what has arrived. Pages still to come are given back then."""
+        self._end(self._table.end_all())
+
     def reset(self) -> None:
         """Forget all requests; pages still to come are given back when they arrive."""
-        for unused in self._table.clear():
-            self._give_up(unused)
+        self._end(self._table.clear())
+
+    def _end(self, unused: list[TransferResult]) -> None:
+        for result in unused:
+            self._give_up(result)
         self._parked.clear()
         self._held_pages.clear()
 

@@ -102,6 +102,16 @@ class StorageWriter:
                 )
         return False
 
+    def storage_attached(self) -> None:
+        """With the early policy: what is complete on the host is written, a few nodes at a time. Where the storage has
+        it, that costs a look."""
+        tree = self._tree
+        if self._store_early:
+            for node in tree.tree.nodes():
+                for component in tree.components:
+                    if component.host_ready(node):
+                        self._unstored[node, component] = 0
+
     def reset(self) -> None:
         """Forget what is to be written."""
         self._unstored.clear()

@@ -24,6 +24,7 @@ from .device_slots import DeviceSlots
 from .lower_tiers import HostVictim, LowerTiers, Settlement
 from .path_keys import PathKeys
 from .radix_tree import RadixTree
+from .storage_mount import DetachedStorage, StorageMount
 from .token_key import TokenCodec
 from .tree_node import KeyNamespace, TreeNode
 from .types import ComponentKind
@@ -36,7 +37,7 @@ NO_SLOTS: Int32Array = np.empty(0, np.int32)
 class TieredTree:
     """Nodes, their components' data on every tier, and the moves between tiers.
 
-    `components`: Full first. `tiers` is None without a host, `keys` without a storage.
+    `components`: Full first. `tiers` and `keys` are None without a host.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class TieredTree:
 
     @property
     def keys(self) -> PathKeys:
-        """Storage keys; only called where there is a storage."""
+        """Storage keys; only called where there are lower tiers."""
         if self._keys is None:
-            raise LookupError("there is no storage")
+            raise LookupError("there are no lower tiers")
         return self._keys
 
     @property
@@ -86,8 +87,8 @@ class TieredTree:
 
     @property
     def has_storage(self) -> bool:
-        """True if there is a storage tier."""
-        return self._tiers is not None and self._tiers.controller.has_storage(self.full.kind)
+        """True if there is a storage tier now."""
+        return self._tiers is not None and self._tiers.controller.mount is not None
 
     @property
     def longest_node(self) -> int:
@@ -310,8 +311,8 @@ class TieredTree:
 
     def store_part(self, component: TreeComponent, node: TreeNode) -> bool:
         """Start writing to storage what it lacks of the node's component, and of what that is of no use without; False
-        if it lacks nothing."""
-        plan = component.write_back(node)
+        if it lacks nothing, or there is none."""
+        plan = component.write_back(node) if self.has_storage else None
         if plan is not None:
             self.tiers.store(plan)
         return plan is not None
@@ -320,6 +321,19 @@ class TieredTree:
         """The same for everything that leaves the tree with the node's component: with Full all of them."""
         for leaving in self.components if component is self.full else (component,):
             self.store_part(leaving, node)
+
+    def attach_storage(self, mount: StorageMount) -> None:
+        """Storage is there from now on. Raises StorageAttachError if there is one already."""
+        self.tiers.attach_storage(mount)
+        self.host_only_changed = True
+
+    def detach_storage(self) -> DetachedStorage:
+        """Storage is gone; no page is in it any more. Raises StorageAttachError if there is none."""
+        detached = self.tiers.detach_storage()
+        for node in self.tree.nodes():
+            for data in node.data:
+                data.in_storage = False
+        return detached
 
     # -- what is about to be used ------------------------------------------------------------------------------------
 
@@ -337,7 +351,10 @@ class TieredTree:
 
     def settle(self) -> None:
         """Take note of ended transfers."""
-        if self._tiers is None or not self._tiers.controller.num_in_flight:
+        if self._tiers is None:
+            return
+        self._tiers.report_device()
+        if not self._tiers.controller.num_in_flight:
             return
         settlement = self._tiers.settle()
         for node, component in settlement.lost:

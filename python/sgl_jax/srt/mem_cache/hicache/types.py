@@ -111,7 +111,7 @@ class TransferResult:
     """How one transfer ended; handed out once, by the poll that settled it.
 
     `ok_pages[i]` tells whether `host_pages[i]` arrived (STORE: is in storage). `error` is the first failure's text, or
-    None.
+    None. `detached`: the storage that it was about has been detached meanwhile.
     """
 
     transfer_id: TransferId
@@ -122,6 +122,7 @@ class TransferResult:
     error: str | None
     num_bytes: int
     seconds: float
+    detached: bool = False
 
     @property
     def ok(self) -> bool:
@@ -133,7 +134,8 @@ class TransferResult:
 class LookupResult:
     """What storage has of a prompt (a hint, see `exists`): of each component, page number -> key.
 
-    Of the Full pages those in an unbroken run from the first that was asked for; `num_asked` Full pages were.
+    Of the Full pages those in an unbroken run from the first that was asked for; `num_asked` Full pages were. Nothing,
+    if the storage has been detached meanwhile.
     """
 
     transfer_id: TransferId
@@ -141,6 +143,7 @@ class LookupResult:
     num_asked: int
     error: str | None
     seconds: float
+    detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,12 @@ class TierTokens:
     def cached(self) -> int:
         """Tokens that were not computed."""
         return self.device + self.host + self.storage
+
+    def __add__(self, other: TierTokens) -> TierTokens:
+        """The tokens of both."""
+        return TierTokens(
+            self.device + other.device,
+            self.host + other.host,
+            self.storage + other.storage,
+            self.computed + other.computed,
+        )

@@ -74,8 +74,8 @@ class PrefetchPlan:
 class TreeComponent(ABC):
     """One attention kind on the tree. `index` is its place in `TreeNode.data`; scheduler thread only.
 
-    `reach`: how many pages before a border a reader needs, None for all. `host_pool` is None without a host tier;
-    `keys` and `derive_key` without a storage (then nothing is ever hashed).
+    `reach`: how many pages before a border a reader needs, None for all. `host_pool`, `keys` and `derive_key` are None
+    without a host tier; nothing is hashed before it is to be stored.
     """
 
     kind: ClassVar[ComponentKind]
@@ -114,8 +114,6 @@ class TreeComponent(ABC):
     def write_back(self, node: TreeNode) -> StorePlan | None:
         """A node is to be safe below the host: the complete host pages that storage lacks of it and of what its pages
         are of no use without. Marks them as on the way; `host.storing` is cleared when the store is settled."""
-        if self._keys is None:
-            return None
         pages: list[Int32Array] = []
         page_keys: list[PageKey] = []
         links: list[PageLink] = []
@@ -214,6 +212,10 @@ class TreeComponent(ABC):
     def num_slots(self, node: TreeNode) -> int:
         """Device slots that the node takes when it is on the device."""
 
+    def num_device_pages(self) -> int:
+        """Pages that nodes have on the device, over all ranks."""
+        return self.device.total()
+
     @abstractmethod
     def wants_host_copy(self, node: TreeNode) -> bool:
         """True if a node on the device should be copied to the host."""
@@ -307,6 +309,10 @@ class PagedComponent(TreeComponent):
     def num_slots(self, node: TreeNode) -> int:
         """One for each token."""
         return node.num_tokens
+
+    def num_device_pages(self) -> int:
+        """Pages that nodes have on the device, over all ranks."""
+        return self.device.total() // self._page_size
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Slots, pages and lock of the first tokens go to `upper`."""

@@ -251,14 +251,18 @@ class HostResidency:
         """Host pages that nodes own."""
         return len(self._owners)
 
+    def forget_storage(self) -> None:
+        """No page's content is in storage, or on its way there."""
+        self.stored[:] = False
+        self.storing[:] = False
+
     def clear(self) -> list[int]:
         """Forget every node; return the pages they had."""
         pages = list(self._owners)
         self._owners.clear()
         self._mirrors.clear()
         self._sole.clear()
-        self.stored[:] = False
-        self.storing[:] = False
+        self.forget_storage()
         return pages
 
     def check_invariants(self, nodes: Iterable[TreeNode]) -> None:

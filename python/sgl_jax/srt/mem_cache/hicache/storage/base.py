@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import StorageUnavailableError
 from ..page_key import StorageNamespace as StorageNamespace
 from ..types import PageKey, PageLink
 from .stats import StorageStats
@@ -76,6 +77,12 @@ class HiCacheStorage(ABC):
         """Remove pages; True for each page that was there and is gone. Removing what is not there
         is no error.
         """
+
+    def clear(self) -> int:
+        """Remove every page of this namespace; how many were removed. A storage that cannot list its pages raises
+        StorageUnavailableError.
+        """
+        raise StorageUnavailableError(f"{type(self).__name__} cannot list its pages")
 
     def stats(self) -> StorageStats:
         """What this instance did so far, for the metrics. A storage that does not count reports zeros."""

@@ -150,6 +150,11 @@ class LocalFileStorage(HiCacheStorage):
         check_keys(keys)
         return [self._delete_page(key) for key in keys]
 
+    def clear(self) -> int:
+        """See `HiCacheStorage.clear`. Reads every header; other namespaces in the folder keep their pages."""
+        self._check_open()
+        return sum(self.delete(list(self.iter_keys())))
+
     def close(self) -> None:
         """See `HiCacheStorage.close`."""
         if not self._closed:

@@ -69,6 +69,12 @@ class MemoryStorage(HiCacheStorage):
         self._counter.add(deletes=sum(removed))
         return removed
 
+    def clear(self) -> int:
+        """See `HiCacheStorage.clear`."""
+        with self._lock:
+            keys = list(self._pages)
+        return sum(self.delete(keys))
+
     def close(self) -> None:
         """See `HiCacheStorage.close`. The pages stay, as files would."""
         self._closed = True
