@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .hybrid_hits import BOUNDS, BY_INTERVAL, HITS, HitBench, Plan, every_nth_conversation
+from .hybrid_hits import (
+    BOUNDS,
+    BY_INTERVAL,
+    HITS,
+    UNBOUNDED,
+    HitBench,
+    Plan,
+    every_nth_conversation,
+    unbounded_records,
+)
 from .hybrid_models import HYBRIDS
 from .hybrid_report import write_hybrid_report
 from .hybrid_ttft import TTFT, TTFT_AGAIN, Visits, keep_compiled, ttft_records
@@ -36,6 +45,7 @@ L1_BLOCKS, L3_BLOCKS = 1_000, 10_000
 L3 twice as much as L1."""
 
 PARTS = {
+    "unbounded": (UNBOUNDED,),
     "hits": (HITS,),
     "intervals": (BY_INTERVAL,),
     "ttft": (TTFT, TTFT_AGAIN),
@@ -51,7 +61,7 @@ class Size:
     parts: tuple[str, ...]
 
 
-SIZES = {"small": Size(4, ("hits",)), "whole": Size(1, tuple(PARTS))}
+SIZES = {"small": Size(4, ("unbounded", "hits")), "whole": Size(1, tuple(PARTS))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +116,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     if "ttft" in parts:
         keep_compiled()
     try:
-        if "hits" in parts or "intervals" in parts:
+        if {"unbounded", "hits", "intervals"} & set(parts):
             records += _replayed(args, parts)
     except (TraceError, ReplayError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
@@ -139,6 +149,8 @@ def _replayed(args: argparse.Namespace, parts: Sequence[str]) -> list[Record]:
         raise argparse.ArgumentTypeError("--every must be at least 1")
     requests = every_nth_conversation(read_trace(args.trace), every)[: args.requests]
     records: list[Record] = []
+    if "unbounded" in parts:
+        records += unbounded_records(requests, args.intervals)
     for l3 in args.l3:
         bench = HitBench(requests, _plan(args, requests, l3))
         if "hits" in parts:

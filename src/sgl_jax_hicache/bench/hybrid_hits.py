@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from .hybrid_models import FULL, HybridModel
 from .hybrid_replay import Memory, Replayed, replay_hybrid
 from .record import Record
-from .trace import TraceRequest
+from .trace import BLOCK_TOKENS, TraceRequest
 
 HITS, BY_INTERVAL = "hybrid hit tokens", "hybrid hit tokens by interval"
+UNBOUNDED = "hybrid hit tokens, memory without bounds"
 
 INTERVALS_RATIO = 2.0
 """The ratio with which intervals are compared."""
@@ -52,6 +53,30 @@ def every_nth_conversation(requests: Sequence[TraceRequest], every: int) -> list
     for request in requests:
         numbers.setdefault(request.hash_ids[0], len(numbers))
     return [r for r in requests if numbers[r.hash_ids[0]] % every == 0]
+
+
+def unbounded_records(
+    requests: Sequence[TraceRequest], intervals: Sequence[int]
+) -> Iterator[Record]:
+    """What a cache that forgets nothing finds if prompts resume at multiples of an interval only, as with states; the
+    limit is what it finds at every block. Counted, not replayed: whole traces take a second."""
+    num_tokens = sum(len(r.hash_ids) for r in requests) * BLOCK_TOKENS
+    reusable = list(_reusable_tokens(requests))
+    for interval in intervals:
+        found = sum(tokens // interval * interval for tokens in reusable)
+        params = {"interval": interval, "requests": len(requests)}
+        shares = (100.0 * found / num_tokens, 100.0 * sum(reusable) / num_tokens)
+        yield Record(UNBOUNDED, shares[0], "%", shares[1], params=params)
+
+
+def _reusable_tokens(requests: Sequence[TraceRequest]) -> Iterator[int]:
+    """Of each prompt, the tokens of its leading blocks that an earlier one had, one block left to compute at least."""
+    seen: set[int] = set()
+    for request in requests:
+        ids = request.hash_ids
+        reused = next((i for i, block in enumerate(ids) if block not in seen), len(ids) - 1)
+        seen.update(ids)
+        yield min(reused, len(ids) - 1) * BLOCK_TOKENS
 
 
 class HitBench:

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .hybrid_hits import BY_INTERVAL, HITS
+from .hybrid_hits import BY_INTERVAL, HITS, UNBOUNDED
 from .hybrid_models import HYBRIDS
 from .hybrid_ttft import TTFT, TTFT_AGAIN
 from .record import RUN, Record, short
@@ -43,8 +43,11 @@ def markdown(records: Sequence[Record], pictures: Iterable[str]) -> str:
     """The report as text."""
     parts = ["# Hybrid models: hits and time to the first token", _INTRODUCTION, _about(records)]
     parts += ["## Models", _models()]
-    for l3 in dict.fromkeys(r.params["l3"] for r in _of(records, HITS)):
-        own = [r for r in _of(records, HITS) if r.params["l3"] == l3]
+    unbounded = _of(records, UNBOUNDED)
+    if unbounded:
+        parts += ["## What the interval costs alone", _ABOUT_UNBOUNDED, _unbounded_table(unbounded)]
+    for sizes in dict.fromkeys(map(_below, _of(records, HITS))):
+        own = [r for r in _of(records, HITS) if _below(r) == sizes]
         parts += [f"## Hit tokens against --hicache-ratio, {_below(own[0])}", _hit_table(own)]
         parts += [_judgement(own)]
     parts += [f"![Hit tokens against the ratio]({name})" for name in pictures if "ratio" in name]
@@ -66,6 +69,12 @@ _INTRODUCTION = (
     "and state that is reused is compared with what computing gives. Device, host and storage take the same bytes for\n"
     "every model and for a model of the same depth whose layers are all full; sizes are given in blocks of the latter\n"
     f"({BLOCK_TOKENS} tokens). `x full` is what a model finds in units of what that one finds."
+)
+
+_ABOUT_UNBOUNDED = (
+    "Counted, not replayed: a cache that forgets nothing, and prompts that resume at multiples of the interval only,\n"
+    "as with recurrent states. Where memory is short, a longer interval leaves room for more prompts, and costs less\n"
+    "than this."
 )
 
 _ABOUT_TTFT = (
@@ -108,13 +117,15 @@ def _judgement(records: Sequence[Record]) -> str:
 
 
 def _below(record: Record) -> str:
+    """The trace's length and the levels that are the same at every ratio."""
     blocks, l3 = record.params["l3_blocks"], record.params["l3"]
     below = {
         "bounded": f"L3 of {blocks:,} blocks",
         "none": "no L3",
         "unbounded": "L3 without a bound",
     }[l3]
-    return f"L1 of {record.params['l1_blocks']:,} blocks, {below}"
+    requests = f"{record.params['requests']:,} requests"
+    return f"{requests}, L1 of {record.params['l1_blocks']:,} blocks, {below}"
 
 
 def _models() -> str:
@@ -170,6 +181,19 @@ def _hit_table(records: Sequence[Record]) -> str:
         "x full",
     )
     return _table(columns, rows)
+
+
+def _unbounded_table(records: Sequence[Record]) -> str:
+    rows = [
+        (
+            f"{r.params['requests']:,}",
+            f"{r.params['interval']:,}",
+            f"{r.value:.1f}",
+            f"{r.ratio or 0.0:.3f}",
+        )
+        for r in records
+    ]
+    return _table(("requests", "interval", "% hit", "x every block"), rows)
 
 
 def _interval_table(records: Sequence[Record]) -> str:
@@ -237,7 +261,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _draw_ratios(figure: Figure, records: Sequence[Record]) -> bool:
     """For each ratio the kinds side by side, hit tokens by tier."""
     hits = _of(records, HITS)
-    hits = [r for r in hits if r.params["l3"] == hits[0].params["l3"]]
+    hits = [r for r in hits if _below(r) == _below(hits[0])]
     if not hits:
         return False
     axes = figure.subplots()

@@ -12,7 +12,7 @@ from sgl_jax.srt.mem_cache.hicache.host_split import choose_interval
 from sgl_jax.srt.mem_cache.hicache.types import BufferLayout, ComponentKind, PageLayout
 from sgl_jax_hicache.bench.__main__ import main
 from sgl_jax_hicache.bench.hybrid import DEFAULT_CONVERSATIONS
-from sgl_jax_hicache.bench.hybrid_hits import every_nth_conversation
+from sgl_jax_hicache.bench.hybrid_hits import every_nth_conversation, unbounded_records
 from sgl_jax_hicache.bench.hybrid_models import (
     FULL,
     HYBRIDS,
@@ -270,7 +270,8 @@ def test_a_short_run_prints_and_writes_its_report(
 
 
 def test_a_report_says_when_a_kind_finds_too_little(tmp_path: Path) -> None:
-    sizes = {"l1_blocks": 10, "l3": "none", "l3_blocks": 0, "interval": 0, "hicache_ratio": 1.0}
+    sizes = {"l1_blocks": 10, "l3": "none", "l3_blocks": 0, "requests": 2}
+    sizes |= {"interval": 0, "hicache_ratio": 1.0}
     run = {"command": "python -m sgl_jax_hicache.bench hybrid", "commit": "abc", "load": 0.5}
     tokens = {"device": 50, "host": 0, "storage": 0, "computed": 50}
     records = [
@@ -290,6 +291,16 @@ def test_a_report_says_when_a_kind_finds_too_little(tmp_path: Path) -> None:
     text = (tmp_path / "hybrid_bench.md").read_text()
     assert "**not met**. Least: 0.880, a kind at ratio 1." in text
     assert "commit abc, load average 0.5" in text
+
+
+def test_what_an_interval_costs_a_cache_that_forgets_nothing() -> None:
+    # Of 10, 13 and 13 blocks the second finds 10, and the third 12: its last block is left to compute.
+    talk = requests(range(10), range(13), range(13))
+    found = {r.params["interval"]: r for r in unbounded_records(talk, [512, 2048, 8192])}
+    assert found[512].value == pytest.approx(100 * (10 + 12) / 36)
+    assert found[2048].value == pytest.approx(100 * (8 + 12) / 36)
+    assert found[8192].value == 0
+    assert found[2048].ratio == pytest.approx(20 / 22)
 
 
 def test_a_cut_of_conversations_keeps_each_whole() -> None:
