@@ -147,7 +147,9 @@ def _draw_curves(axes: Axes, panel: Panel, curves: Curves, window: Window) -> No
 
 def _scale_values(axes: Axes, panel: Panel, curves: Curves) -> None:
     """The axis of the values: from 0, or logarithmic; ticks that are round in the panel's unit."""
-    highest = max((np.nanmax(series.values, initial=0) for series in curves.values()), default=0)
+    highest = max(
+        (np.nan_to_num(series.values).max(initial=0) for series in curves.values()), default=0
+    )
     if panel.logarithmic and highest > 0:
         axes.set_yscale("log")
     else:

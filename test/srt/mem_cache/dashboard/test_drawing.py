@@ -82,10 +82,10 @@ def test_the_whole_dashboard_is_drawn(tmp_path: Path) -> None:
 
 
 def test_panels_without_values_and_with_zeros_are_drawn(tmp_path: Path) -> None:
-    kinds = ("stat", "timeseries", "timeseries")
-    panels = [Panel(kind, "t", Place(8 * i, 0, 8, 4)) for i, kind in enumerate(kinds)]
-    zero = {"x": Series({}, [1_000.0], [0.0])}
-    draw(Dashboard("t", panels), [{}, {}, zero], WINDOW, tmp_path / "small.png")
+    kinds = ("stat", "timeseries", "timeseries", "timeseries")
+    panels = [Panel(kind, "t", Place(6 * i, 0, 6, 4)) for i, kind in enumerate(kinds)]
+    zero, none = ({"x": Series({}, [1_000.0], [value])} for value in (0.0, math.nan))
+    draw(Dashboard("t", panels), [{}, {}, zero, none], WINDOW, tmp_path / "small.png")
     assert (tmp_path / "small.png").exists()
 
 
