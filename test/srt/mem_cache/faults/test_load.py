@@ -131,7 +131,7 @@ def tokens_by_tier(running: ServerProcess) -> dict[str, int]:
     """Prompt tokens so far, by the tier that served them."""
     sample = re.compile(r'^sglang:hicache_prompt_tokens_total\{tier="(\w+)"\} (\S+)$', re.MULTILINE)
     text = running.client.get("/metrics").text
-    return {f"tokens_from_{tier}": int(float(n)) for tier, n in sample.findall(text)}
+    return {f"prompt_tokens_{tier}": int(float(n)) for tier, n in sample.findall(text)}
 
 
 @pytest.mark.soak(parts=8)
@@ -139,7 +139,6 @@ def test_sixty_four_clients_and_a_vandal(
     tmp_path: Path, dice: random.Random, served: Served, soak_seconds: float, figures: Figures
 ) -> None:
     """All levels thrash, files are damaged all the time: no wrong token, nothing grows, the end is orderly."""
-    end_s = time.monotonic() + soak_seconds
     root = tmp_path / "pages"
     flags = (*served.flags, "--hicache-storage-max-bytes", served.bound)
     with server(tmp_path, *flags) as running:
@@ -148,6 +147,7 @@ def test_sixty_four_clients_and_a_vandal(
         crowd = Crowd(url, served.script, NUM_CLIENTS, dice, tolerant=False)
         answers = crowd.wait(300)
         before = (process.memory_info().rss, process.num_threads())
+        end_s = time.monotonic() + soak_seconds
         while time.monotonic() < end_s:
             answers = crowd.wait(answers + dice.randrange(1, 20))
             figures.add(damaged_files=damage_one(root, dice))
@@ -171,10 +171,10 @@ def test_servers_on_one_directory_killed_under_traffic(
     tmp_path: Path, dice: random.Random, served: Served, soak_seconds: float, figures: Figures
 ) -> None:
     """Two servers share a directory; one after the other is killed, or told to end, and comes back to its pages."""
-    end_s = time.monotonic() + soak_seconds
     root, script = tmp_path / "pages", served.script
     rounds = 0
     with server(tmp_path, *served.flags) as steady:
+        end_s = time.monotonic() + soak_seconds
         beside = Crowd(str(steady.client.base_url), script, 4, dice, tolerant=False)
         while rounds < 4 or time.monotonic() < end_s:
             rounds += 1
