@@ -60,7 +60,7 @@ serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
 	@$(PY) -m sgl_jax_hicache.launch_server --engine embedded --model-path smollm2 --hicache-storage file $(SERVE_ARGS)
 
 bench: $(STAMP) ## Measure every part and write docs/bench.md (BENCH_ARGS='--trace FILE' for a whole trace)
-	@$(PY) -m sgl_jax_hicache.bench all --output-dir docs --files 2000 20000 200000 $(BENCH_ARGS)
+	@$(PY) -m sgl_jax_hicache.bench all --output-dir docs $(BENCH_ARGS)
 
 clean: ## Remove the virtual environment and everything built
 	@rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist

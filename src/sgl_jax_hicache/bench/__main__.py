@@ -14,12 +14,14 @@ _PROG = "python -m sgl_jax_hicache.bench"
 
 BENCHMARKS = {
     "transfer": "device to host and back, against memcpy",
-    "host_pool": "alloc and free of host pages in small and large pools",
-    "tree": "evict, match, insert and memory of the prefix tree",
+    "tree": "match of long prompts and insertion of many",
     "hashing": "page keys, against the bare hash chain",
-    "storage": "set, get and exists of page files, against raw files",
+    "storage": "set and get of page files, against raw files",
     "memory": "host memory held after many evictions and loads, against what the flags promised",
     "replay": "a request trace through all tiers, against a plain LRU",
+    "ttft": "time to the first token: computed, from L2, from L3",
+    "scaling": "what an operation costs with 1, 10 and 100 times as much in each level",
+    "step_profile": "what the cache costs of a scheduler step at 64 requests, by call",
     "decode_overhead": "the decode step with the cache on and off",
     "hybrid": "models with sliding windows and recurrent states: hits by ratio and interval, TTFT",
 }

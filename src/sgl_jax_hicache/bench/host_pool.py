@@ -1,11 +1,11 @@
-"""What a page of the host pool costs to take and give back, and that it does not depend on the size of the pool.
+"""What a page of the host pool costs to take and give back, in pools of different sizes.
 
 The limit of the larger pools is the smallest one, so their ratio is the growth.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
 
 from .record import Record, measured, side_by_side
 
-NUM_PAGES = 4_096
-
 
 def make_pool(num_pages: int) -> PerBlockHostPool:
     """A pool of pages of four bytes."""
@@ -31,28 +29,17 @@ def make_pool(num_pages: int) -> PerBlockHostPool:
     return PerBlockHostPool(num_pages, layout, PageTransfer(buffers, layout).host_memory())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
-    parser.add_argument(
-        "--slots", type=int, nargs="+", default=[8_192, 81_920, 1_048_576], metavar="N"
-    )
-    parser.add_argument("--pages", type=int, default=NUM_PAGES, help="pages at once")
-    parser.add_argument("--repeats", type=int, default=50)
-
-
-def run(args: argparse.Namespace) -> list[Record]:
-    """Every operation in pools of every size, in turns. Raises ArgumentTypeError if the pages do not fit."""
-    if min(args.slots) < args.pages:
-        raise argparse.ArgumentTypeError(f"a pool of {min(args.slots)} slots has no {args.pages}")
-    pools = [make_pool(num_slots) for num_slots in args.slots]
+def measure_pools(sizes: Sequence[int], num_pages: int, repeats: int = 50) -> list[Record]:
+    """Every operation on `num_pages` pages at once in pools of every size, in turns."""
+    pools = [make_pool(num_slots) for num_slots in sizes]
     page = HostPage((jax.device_put(np.zeros(1, np.uint32)),))
 
     def alloc_free(pool: PerBlockHostPool) -> None:
-        pool.free(_alloc(pool, args.pages))
+        pool.free(_alloc(pool, num_pages))
 
     def whole_life(pool: PerBlockHostPool) -> None:
-        host_pages = _alloc(pool, args.pages)
-        pool.put(host_pages, [page] * args.pages)
+        host_pages = _alloc(pool, num_pages)
+        pool.put(host_pages, [page] * num_pages)
         pool.mark_ready(host_pages)
         pool.free(host_pages)
 
@@ -62,10 +49,10 @@ def run(args: argparse.Namespace) -> list[Record]:
         ("host pool alloc + put + mark_ready + free", whole_life),
     ):
         actions = [lambda pool=pool, action=action: action(pool) for pool in pools]
-        spent = side_by_side(actions, args.repeats)
-        first_us = [s / args.pages * 1e6 for s in spent[0]]
-        for num_slots, seconds in zip(args.slots, spent, strict=True):
-            us = [s / args.pages * 1e6 for s in seconds]
+        spent = side_by_side(actions, repeats)
+        first_us = [s / num_pages * 1e6 for s in spent[0]]
+        for num_slots, seconds in zip(sizes, spent, strict=True):
+            us = [s / num_pages * 1e6 for s in seconds]
             records.append(measured(name, us, "us/page", first_us, slots=num_slots))
     return records
 

@@ -150,10 +150,11 @@ def visit(preset: str, ratio: float, visits: Visits, prompts_seed: int = _SEED) 
 
 
 def _ask_all(engine: Engine, prompts: Sequence[list[int]]) -> tuple[Visit, ...]:
-    return tuple(_ask(engine, prompt) for prompt in prompts)
+    return tuple(ask(engine, prompt) for prompt in prompts)
 
 
-def _ask(engine: Engine, prompt: list[int]) -> Visit:
+def ask(engine: Engine, prompt: list[int]) -> Visit:
+    """One prompt, from its arrival until everything that it set going has ended."""
     info = engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})["meta_info"]
     _rest(engine)
     return Visit(info["ttft_s"], dict(info["cached_tokens_details"]))

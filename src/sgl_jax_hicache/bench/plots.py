@@ -23,6 +23,7 @@ _COLOURS = {
 GROWTH = {
     "tree evict one node": "leaves",
     "tree match, 32 tokens": "leaves",
+    "tree insert one node": "leaves",
     "storage exists": "files",
     "host pool alloc + free": "slots",
     "host pool alloc + put + mark_ready + free": "slots",

@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from sgl_jax.srt.mem_cache.hicache.types import Tier
 
 from .record import Record, measured
 from .replay_engine import ReplayEngine, ReplayError, Served
-from .trace import DEFAULT_TRACE, BlockLru, TraceError, TraceRequest, read_trace
+from .trace import BLOCK_TOKENS, DEFAULT_TRACE, BlockLru, TraceError, TraceRequest, read_trace
 
 L3_KINDS = ("memory", "file")
 
@@ -113,7 +115,9 @@ def records_of(requests: Sequence[TraceRequest], levels: Levels, token_lists: bo
         "requests": len(served),
     }
     lru_us = [s * 1e6 for s in lru_s]
+    kept = [_blocks_kept(requests, tokens[Tier.COMPUTED.value], params)] if levels.l3 else []
     return [
+        *kept,
         Record(
             "replay hit rate",
             100.0 * (num_tokens - tokens[Tier.COMPUTED.value]) / num_tokens,
@@ -139,6 +143,20 @@ def records_of(requests: Sequence[TraceRequest], levels: Levels, token_lists: bo
             **_trend([s.cpu_s * 1e6 / s.num_blocks for s in served]),
         ),
     ]
+
+
+def _blocks_kept(
+    requests: Sequence[TraceRequest], computed_tokens: int, params: Mapping[str, Any]
+) -> Record:
+    """What storage holds at the end: every block that was computed. `asked_again`: those of two requests or more."""
+    askers = Counter(block for request in requests for block in set(request.hash_ids))
+    asked_again = sum(n > 1 for n in askers.values())
+    return Record(
+        "replay L3 blocks kept",
+        computed_tokens / BLOCK_TOKENS,
+        "blocks",
+        params={**params, "asked_again": asked_again},
+    )
 
 
 def _trend(us_per_block: Sequence[float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .__main__ import BENCHMARKS
+from .answers import answers
 from .plots import GROWTH, write_plots
 from .record import COLUMNS, RUN, Record, read_json, row_of, short
 from .targets import judged
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir", type=Path, default=Path(), help="for bench.md and the plots (here)"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for replay")
-    parser.add_argument("--files", type=int, nargs="+", metavar="N", help="for storage")
-    parser.add_argument("--leaves", type=int, nargs="+", metavar="N", help="for tree")
+    parser.add_argument("--files", type=int, nargs="+", metavar="N", help="for scaling")
+    parser.add_argument("--leaves", type=int, nargs="+", metavar="N", help="for scaling")
     parser.add_argument(
         "--skip", nargs="+", choices=BENCHMARKS, default=[], help="benchmarks to leave out"
     )
@@ -56,13 +57,22 @@ def _read(sources: Sequence[Path]) -> list[Record]:
         raise argparse.ArgumentTypeError(f"--from: no records: {error}") from error
 
 
+_OPTIONS = {
+    "transfer": (
+        *("--schemes", "per_block", "slab", "--executors", "threadpool", "future"),
+        *("--repeats", "9"),
+    ),
+}
+"""Beyond the defaults: what the answers to the RFC's questions need."""
+
+
 def _measure_all(args: argparse.Namespace) -> list[Record]:
-    options: dict[str, list[str]] = {name: [] for name in BENCHMARKS if name not in args.skip}
-    for name, option in (("replay", "trace"), ("storage", "files"), ("tree", "leaves")):
+    options = {name: [*_OPTIONS.get(name, ())] for name in BENCHMARKS if name not in args.skip}
+    for name, option in (("replay", "trace"), ("scaling", "files"), ("scaling", "leaves")):
         value = getattr(args, option)
         if value is not None and name in options:
             values = value if isinstance(value, list) else [value]
-            options[name] = [f"--{option}", *map(str, values)]
+            options[name] += [f"--{option}", *map(str, values)]
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         path = Path(folder) / "records.json"
@@ -89,7 +99,12 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
     parts = ["# Benchmarks", _INTRODUCTION, *_about(records), "## What must be reached"]
     parts.append(_table(("what", "parameters", "must reach", "found", ""), _target_rows(records)))
     parts += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
-    parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), _growth_rows(records)))
+    if growth := _growth_rows(records):
+        parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), growth))
+    if found := answers(records):
+        parts.append("## The RFC's open questions")
+        for text, columns, rows in found:
+            parts += [text, _table(columns, rows)]
     for command in dict.fromkeys(map(_command, records)):
         own = [r for r in records if _command(r) == command]
         what = own[0].params[RUN]["command"].split()[3]
@@ -164,18 +179,25 @@ def _growth_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+_DETAILS = {
+    "tokens": "Tokens by tier.",
+    "phases": "Mean us per request by phase.",
+    "per_step_us": "Mean us per decode step by call.",
+    "per_request_us": "Mean us per request by call.",
+}
+
+
 def _details(records: Sequence[Record]) -> list[str]:
     """Parameters that are tables themselves: tokens by tier, time by phase."""
     tables = []
-    for name in ("tokens", "phases"):
+    for name, title in _DETAILS.items():
         own = [r for r in records if isinstance(r.params.get(name), dict)]
         keys = list(dict.fromkeys(key for r in own for key in r.params[name]))
         if own:
             rows = [
                 (row_of(r)[1], *(short(r.params[name].get(key, 0)) for key in keys)) for r in own
             ]
-            title = {"tokens": "Tokens by tier.", "phases": "Mean us per request by phase."}[name]
-            tables.append(f"{title}\n\n{_table(('levels', *keys), rows)}")
+            tables.append(f"{title}\n\n{_table(('parameters', *keys), rows)}")
     return tables
 
 

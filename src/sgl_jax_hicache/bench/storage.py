@@ -32,27 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--page-bytes", type=int, default=4 << 20)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--files",
-        type=int,
-        nargs="+",
-        default=[2_000, 20_000],
-        metavar="N",
-        help="sizes of the folders in which keys are looked up",
-    )
     parser.add_argument("--folder", type=Path, help="where the files go (a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
-    """Set and get of large pages, exists among many small ones. Raises ArgumentTypeError for a wrong folder."""
+    """Set and get of large pages. Raises ArgumentTypeError for a wrong folder."""
     if args.folder is not None and not args.folder.is_dir():
         raise argparse.ArgumentTypeError(f"--folder {args.folder}: no such folder")
-    records = []
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=args.folder) as name:
-        records += measure_set_get(Path(name) / "large", args.page_bytes, args.repeats)
-    with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=args.folder) as name:
-        records += measure_exists(Path(name), args.files, 4 * args.repeats)
-    return records
+        return measure_set_get(Path(name) / "large", args.page_bytes, args.repeats)
 
 
 def new_storage(root: Path, page_bytes: int) -> LocalFileStorage:

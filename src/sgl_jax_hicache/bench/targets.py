@@ -65,9 +65,12 @@ TARGETS: Sequence[Target] = (
     Target("storage exists", 20.0, "value", at_least=False),
     Target("storage exists", 1.5, at_least=False),
     Target("decode step, on / off", 1.02, "value", at_least=False),
+    Target("TTFT, L2 hit", 0.05, at_least=False, where={"prompt_tokens": 2048}),
+    Target("TTFT, L3 hit", 0.08, at_least=False, where={"prompt_tokens": 2048}),
     Target("replay hit rate", 1.0, where={"levels": "L1"}),
     Target("replay hit rate", 63.9, "value", where={"levels": "L1+L2+L3", "requests": 3993}),
     Target("replay engine thread per request", 1000.0, "value", at_least=False),
+    Target("host memory held", 0.9),
     Target("host memory held", 1.1, at_least=False),
 )
 

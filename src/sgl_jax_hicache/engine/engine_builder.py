@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -30,6 +30,7 @@ from .pool_budget import read_device_room
 from .pool_sizes import PoolSizes, check_device_room, pool_sizes
 from .requests import RequestChecker
 from .scheduler import Scheduler, SchedulerConfig
+from .tree_cache import TreeCache
 from .weights import LoadedModel, ModelParams, load_model, read_config
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,13 @@ def check_settings(args: EngineArgs) -> ModelConfig:
 
 
 def build_engine(
-    args: EngineArgs, storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES
+    args: EngineArgs,
+    storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES,
+    watch: Callable[[TreeCache], TreeCache] = lambda tree: tree,
 ) -> Engine:
     """Load the model and start the engine. `storage_factories`: the kinds of storage by the name of
-    `args.hicache.storage`. Raises like `check_settings`, and ModelError for broken weights."""
+    `args.hicache.storage`. `watch` may put something between scheduler and cache, to see their traffic. Raises like
+    `check_settings`, and ModelError for broken weights."""
     check_settings(args)
     with _told(f"loading the weights of {args.model_path}"):
         model = load_model(args.model_path)
@@ -86,7 +90,7 @@ def build_engine(
         recurrent_pool=pools.states,
     )
     registry = CollectorRegistry()
-    tree = _build_tree(args, model, sizes, pools, registry, storage_factories)
+    tree = watch(_build_tree(args, model, sizes, pools, registry, storage_factories))
     scheduler = Scheduler(
         SchedulerConfig(
             args.chunked_prefill_size,
