@@ -24,6 +24,7 @@ _COLUMNS = 24
 _WIDTH_IN = 16.0
 _ROW_IN = 0.36
 _GAP_IN = 0.08
+_LETTERS_PER_IN = 13
 _DAY_S = 86_400
 """matplotlib's dates are days since 1970."""
 _STYLE: dict[Any, Any] = {
@@ -82,7 +83,7 @@ class _Grid:
         if not margins:
             return background
         x, y, w, h = card
-        return self._figure.add_axes(self._relative((x + 0.75, y + 0.55, w - 0.95, h - 0.9)))
+        return self._figure.add_axes(self._relative((x + 0.75, y + 0.65, w - 0.95, h - 1.0)))
 
     def _relative(
         self, box_in: tuple[float, float, float, float]
@@ -136,7 +137,7 @@ def _draw_curves(axes: Axes, panel: Panel, curves: Curves, window: Window) -> No
         axes.legend(
             loc="upper left",
             bbox_to_anchor=(-0.12, -0.12),
-            ncols=4 if len(names) <= 4 else 3,
+            ncols=_legend_columns(panel.place, names),
             frameon=False,
             columnspacing=1.0,
             labelspacing=0.2,
@@ -158,6 +159,13 @@ def _scale_values(axes: Axes, panel: Panel, curves: Curves) -> None:
         ticks = step * np.asarray(MaxNLocator(5).tick_values(0, axes.get_ylim()[1] / step))
         axes.set_yticks(ticks[ticks <= axes.get_ylim()[1]])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: with_unit(value, panel.unit)))
+
+
+def _legend_columns(place: Place, names: Sequence[str]) -> int:
+    """As many as fit side by side, four at most."""
+    width_in = place.width * _WIDTH_IN / _COLUMNS
+    longest_in = (max(map(len, names)) + 6) / _LETTERS_PER_IN  # with the line before it
+    return min(4, max(1, int(width_in / longest_in)))
 
 
 def _rank(name: str, known: list[str]) -> tuple[int, str]:
