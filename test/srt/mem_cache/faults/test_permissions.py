@@ -12,7 +12,7 @@ import pytest
 from another_user import NOBODY, private_folder, unprivileged
 from storage_kit import SPACE, make_keys, make_page
 
-from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError, StorageUnavailableError
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.root import prepare_root
 
@@ -74,8 +74,11 @@ def test_a_root_that_others_may_write_to_since_the_start_is_not_used(root: Path,
         assert storage.set(KEYS, PAGES) == [False] * 3
         last_error = storage.stats().last_error
         assert last_error is not None and "can be written to by others" in last_error
+        with pytest.raises(StorageUnavailableError, match=r"cannot be listed: .* by others"):
+            storage.clear()
         root.chmod(0o700)
         assert storage.exists(KEYS) == [True] * 3
+        assert storage.clear() == 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")

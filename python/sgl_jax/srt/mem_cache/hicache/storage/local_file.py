@@ -14,8 +14,9 @@ what an interrupted write leaves, `bound` and what stands below it how large the
   counted and moved out of the way.
 * A use is noted in the file's modification time: that is a page's age. A bound (`bound`) lets those go first that were
   unused for longest.
-* An error never leaves a call, except ValueError for a wrong one. A storage that cannot be written
-  to says so once, keeps trying with every page, and says so again when it works.
+* An error never leaves a call, except ValueError for a wrong one, and StorageUnavailableError where all pages are to
+  be removed and cannot be listed. A storage that cannot be written to says so once, keeps trying with every page, and
+  says so again when it works.
 
 Any thread; any number of processes.
 """
@@ -32,7 +33,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
-from ..errors import HiCacheConfigError, InvariantError, StorageCorruptionError
+from ..errors import (
+    HiCacheConfigError,
+    InvariantError,
+    StorageCorruptionError,
+    StorageUnavailableError,
+)
 from ..page_key import StorageNamespace, namespace_digest
 from ..types import PageKey, PageLink
 from .base import HiCacheStorage, PageBytes, Payload
@@ -153,7 +159,13 @@ class LocalFileStorage(HiCacheStorage):
     def clear(self) -> int:
         """See `HiCacheStorage.clear`. Reads every header; other namespaces in the folder keep their pages."""
         self._check_open()
-        return sum(self.delete(list(self.iter_keys())))
+        try:
+            keys = list(self.iter_keys())
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"storage {self.folder} cannot be listed: {error}"
+            ) from error
+        return sum(self.delete(keys))
 
     def close(self) -> None:
         """See `HiCacheStorage.close`."""
