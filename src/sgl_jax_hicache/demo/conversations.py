@@ -36,6 +36,22 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Sentences of the document that opens a conversation, of the appendix in its third turn, and of a long prompt."""
+
+    document: int
+    appendix: int
+    long_prompt: int
+
+
+WORD_LENGTHS = Lengths(document=24, appendix=15, long_prompt=64)
+"""For a vocabulary of words: a sentence is about 31 tokens, and a long prompt about 2,000."""
+
+BYTE_LENGTHS = Lengths(document=7, appendix=4, long_prompt=19)
+"""For a model that reads bytes: a sentence is about 100 tokens, and a long prompt about 2,000 again."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """One question: in which conversation, its index there (from 0), and the user's text."""
 
@@ -50,7 +66,7 @@ class Turn:
 
 
 def document(seed: int, num_sentences: int) -> str:
-    """A harbour log of so many sentences, about 31 tokens each; the same for the same arguments on every machine."""
+    """A harbour log of so many sentences; the same for the same arguments on every machine."""
     rng = random.Random(seed)
     return " ".join(_sentence(rng) for _ in range(num_sentences))
 
@@ -63,37 +79,39 @@ def _sentence(rng: random.Random) -> str:
     )
 
 
-def conversation_turns(num_conversations: int, num_turns: int) -> list[Turn]:
+def conversation_turns(num_conversations: int, num_turns: int, lengths: Lengths) -> list[Turn]:
     """All turns in the order in which they are played.
 
     Two turns in a row open each conversation, so that the second finds the first on the device; the later turns go
     round the conversations, so that by then the device has forgotten them.
     """
     opening = [
-        turn for number in range(num_conversations) for turn in _turns(number, min(2, num_turns))
+        turn
+        for number in range(num_conversations)
+        for turn in _turns(number, min(2, num_turns), lengths)
     ]
     later = [
         turn
         for index in range(2, num_turns)
         for number in range(num_conversations)
-        for turn in _turns(number, num_turns)
+        for turn in _turns(number, num_turns, lengths)
         if turn.index == index
     ]
     return opening + later
 
 
-def _turns(conversation: int, num_turns: int) -> Iterator[Turn]:
+def _turns(conversation: int, num_turns: int, lengths: Lengths) -> Iterator[Turn]:
     for index in range(num_turns):
         question = _QUESTIONS[(conversation + index) % len(_QUESTIONS)]
         # The first turn brings the document, the third an appendix; the others only ask.
-        sentences = {0: 24, 2: 15}.get(index, 0)
+        sentences = {0: lengths.document, 2: lengths.appendix}.get(index, 0)
         log = document(100 * conversation + index, sentences)
         yield Turn(conversation, index, f"{log}\n\n{question}" if sentences else question)
 
 
-def long_prompt(number: int) -> list[Message]:
+def long_prompt(number: int, lengths: Lengths) -> list[Message]:
     """One of a family of prompts of about 2,000 tokens that share nothing, not even the system prompt."""
-    text = document(9_000 + number, 64)
+    text = document(9_000 + number, lengths.long_prompt)
     return [
         {"role": "system", "content": f"Log book number {number + 1} of the harbour."},
         {"role": "user", "content": f"{text}\n\n{_QUESTIONS[0]}"},

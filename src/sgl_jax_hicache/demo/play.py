@@ -10,7 +10,7 @@ from typing import Protocol
 from sgl_jax.srt.mem_cache.hicache.types import Tier, TierTokens
 
 from .client import Answer
-from .conversations import History, Message, Turn, conversation_turns, long_prompt
+from .conversations import History, Lengths, Message, Turn, conversation_turns, long_prompt
 
 NUM_CONVERSATIONS = 3
 NUM_TURNS = 3
@@ -22,6 +22,7 @@ class LongPrompt:
     """A prompt of about 2,000 tokens that shares nothing with the others."""
 
     number: int
+    lengths: Lengths
 
     @property
     def name(self) -> str:
@@ -47,30 +48,34 @@ class Chat(Protocol):
         """One greedy answer."""
 
 
-def script_without_cache() -> list[Step]:
-    """Every step once: the answers that all others are compared with, and the time to recompute."""
-    return [*conversation_turns(NUM_CONVERSATIONS, NUM_TURNS), *_long_prompts()]
+class Script:
+    """What is asked of each server, with prompts of these lengths."""
 
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._turns = conversation_turns(NUM_CONVERSATIONS, NUM_TURNS, lengths)
 
-def script_with_cache() -> list[Step]:
-    """Conversations that the device must forget between turns, then long prompts that push each other out.
+    def without_cache(self) -> list[Step]:
+        """Every step once: the answers that all others are compared with, and the time to recompute."""
+        return [*self._turns, *self._long_prompts()]
 
-    The device keeps about 2,500 tokens: second turns come from L1, later turns and repeated long prompts from L2.
-    """
-    turns = conversation_turns(NUM_CONVERSATIONS, NUM_TURNS)
-    opening = [turn for turn in turns if turn.index < 2]
-    later = [turn for turn in turns if turn.index >= 2]
-    return [*opening, *_long_prompts(), *later, *_long_prompts(), *_long_prompts()]
+    def with_cache(self) -> list[Step]:
+        """Conversations that the device must forget between turns, then long prompts that push each other out.
 
+        The device keeps about 2,500 tokens: second turns come from L1, later turns and repeated long prompts from L2.
+        """
+        opening = [turn for turn in self._turns if turn.index < 2]
+        later = [turn for turn in self._turns if turn.index >= 2]
+        long = self._long_prompts()
+        return [*opening, *long, *later, *long, *long]
 
-def script_after_restart() -> list[Step]:
-    """First turns and long prompts, which only files can know now."""
-    first = [turn for turn in conversation_turns(NUM_CONVERSATIONS, 1) if turn.index == 0]
-    return [*first, *_long_prompts()]
+    def after_restart(self) -> list[Step]:
+        """First turns and long prompts, which only files can know now."""
+        first = [turn for turn in self._turns if turn.index == 0]
+        return [*first, *self._long_prompts()]
 
-
-def _long_prompts() -> list[Step]:
-    return [LongPrompt(number) for number in range(NUM_LONG_PROMPTS)]
+    def _long_prompts(self) -> list[Step]:
+        return [LongPrompt(number, self._lengths) for number in range(NUM_LONG_PROMPTS)]
 
 
 def play(client: Chat, script: Iterable[Step], answer_tokens: int) -> Iterator[Record]:
@@ -78,7 +83,7 @@ def play(client: Chat, script: Iterable[Step], answer_tokens: int) -> Iterator[R
     history = History()
     for step in script:
         if isinstance(step, LongPrompt):
-            yield Record(step, client.chat(long_prompt(step.number), answer_tokens))
+            yield Record(step, client.chat(long_prompt(step.number, step.lengths), answer_tokens))
         else:
             answer = client.chat(history.ask(step), answer_tokens)
             history.answered(step, answer.text)

@@ -12,13 +12,25 @@ import httpx
 import pytest
 
 from sgl_jax.srt.mem_cache.hicache.types import Tier, TierTokens
-from sgl_jax_hicache.demo import play as script
+from sgl_jax_hicache.demo.__main__ import DEVICE_TOKENS
 from sgl_jax_hicache.demo.client import Answer, ChatClient
-from sgl_jax_hicache.demo.conversations import Message, conversation_turns, document, long_prompt
-from sgl_jax_hicache.demo.play import LongPrompt, Record, Step, mismatches, play
+from sgl_jax_hicache.demo.conversations import (
+    BYTE_LENGTHS,
+    WORD_LENGTHS,
+    Lengths,
+    Message,
+    conversation_turns,
+    document,
+    long_prompt,
+)
+from sgl_jax_hicache.demo.model import DemoModel
+from sgl_jax_hicache.demo.play import LongPrompt, Record, Script, Step, mismatches, play
 from sgl_jax_hicache.demo.plot import write_plot
 from sgl_jax_hicache.demo.report import Findings, write_json
 from sgl_jax_hicache.demo.server_process import ServerFailedError, ServerProcess
+from sgl_jax_hicache.engine.model_spec import PRESET_NAMES, check_spec
+from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
+from sgl_jax_hicache.engine.weights.random_weights import preset_config
 from sgl_jax_hicache.provenance import commit
 
 
@@ -46,16 +58,16 @@ def test_the_text_is_the_same_in_every_process() -> None:
     assert document(1, 2) == document(1, 2)
     assert document(1, 2) != document(2, 2)
     assert document(1, 1).startswith("On ")
-    assert long_prompt(0) != long_prompt(1)
+    assert long_prompt(0, WORD_LENGTHS) != long_prompt(1, WORD_LENGTHS)
 
 
 def test_conversations_open_with_two_turns_in_a_row_then_take_turns() -> None:
-    names = [turn.name for turn in conversation_turns(3, 4)]
+    names = [turn.name for turn in conversation_turns(3, 4, WORD_LENGTHS)]
     assert names == ["A1", "A2", "B1", "B2", "C1", "C2", "A3", "B3", "C3", "A4", "B4", "C4"]
 
 
 def test_a_turn_repeats_everything_said_before_with_the_answers() -> None:
-    chat, records = played(conversation_turns(2, 3))
+    chat, records = played(conversation_turns(2, 3, WORD_LENGTHS))
     prompt_of = {r.step.name: p for r, p in zip(records, chat.prompts, strict=True)}
     answer_of = {r.step.name: r.answer.text for r in records}
     assert prompt_of["A2"][:2] == prompt_of["A1"]
@@ -66,22 +78,64 @@ def test_a_turn_repeats_everything_said_before_with_the_answers() -> None:
 
 
 def test_every_cached_step_has_an_answer_to_compare_with() -> None:
-    expected = {step.name for step in script.script_without_cache()}
-    cached = [*script.script_with_cache(), *script.script_after_restart()]
+    script = Script(WORD_LENGTHS)
+    expected = {step.name for step in script.without_cache()}
+    cached = [*script.with_cache(), *script.after_restart()]
     assert {step.name for step in cached} <= expected
-    assert {"A1", "long 1"} <= {step.name for step in script.script_after_restart()}
+    assert {"A1", "long 1"} <= {step.name for step in script.after_restart()}
+
+
+class RandomBytesChat(EchoChat):
+    """Answers as a model of random bytes may at worst: each of its tokens is shown as a sign of three bytes."""
+
+    def chat(self, messages: Sequence[Message], max_tokens: int) -> Answer:
+        super().chat(messages, max_tokens)
+        return answer("\ufffd" * max_tokens, computed=1)
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_prompts_fit_a_tiny_model_and_its_pool(name: str) -> None:
+    model = DemoModel.named(name)
+    check_spec(model.path)
+    assert model.is_tiny
+    config = preset_config(name)
+    tokenizer = byte_tokenizer(config.vocab_size, config.eos_token_ids)
+    answer_tokens = 16
+    chat = RandomBytesChat()
+    steps = [record.step for record in play(chat, Script(model.lengths).without_cache(), 16)]
+    for step, prompt in zip(steps, chat.prompts, strict=True):
+        num_tokens = len(tokenizer.encode_chat(prompt))
+        assert num_tokens + answer_tokens <= min(DEVICE_TOKENS, config.max_position_embeddings)
+        if isinstance(step, LongPrompt):
+            assert num_tokens == pytest.approx(2000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "lengths"),
+    [
+        ("smollm2", "smollm2", WORD_LENGTHS),
+        ("random:/a/folder:3", "random:/a/folder:3", WORD_LENGTHS),
+        ("tiny-recurrent", "random:tiny-recurrent:7", BYTE_LENGTHS),
+        ("random:tiny-swa:1", "random:tiny-swa:1", BYTE_LENGTHS),
+    ],
+)
+def test_a_model_is_named_as_for_the_launcher_or_by_its_preset(
+    name: str, path: str, lengths: Lengths
+) -> None:
+    assert DemoModel.named(name) == DemoModel(path, lengths, lengths is BYTE_LENGTHS)
 
 
 def test_mismatches_are_found_by_name() -> None:
-    _, expected = played(script.script_without_cache())
-    _, found = played(script.script_with_cache())
+    script = Script(WORD_LENGTHS)
+    _, expected = played(script.without_cache())
+    _, found = played(script.with_cache())
     assert mismatches(expected, found) == []
     changed = Record(found[3].step, answer("something else"))
     assert mismatches(expected, [*found, changed]) == [changed.step.name]
 
 
 def test_equal_text_of_other_tokens_differs() -> None:
-    step = LongPrompt(0)
+    step = LongPrompt(0, WORD_LENGTHS)
     one = Answer("ab", ("a", "b"), TierTokens(), 0.1, 0.1)
     other = Answer("ab", ("ab",), TierTokens(), 0.1, 0.1)
     assert mismatches([Record(step, one)], [Record(step, other)]) == ["long 1"]
@@ -160,7 +214,7 @@ def test_bytes_moved_are_summed_over_components() -> None:
 
 @pytest.fixture
 def findings() -> Findings:
-    long = LongPrompt(0)
+    long = LongPrompt(0, WORD_LENGTHS)
     return Findings(
         without_cache=[Record(long, answer(ttft_s=8.0, computed=2000))],
         with_cache=[
