@@ -73,6 +73,11 @@ class RecurrentDims:
         """Channels of the convolution: queries, keys, values."""
         return 2 * self.keys_width + self.values_width
 
+    def written_width(self, layer: int) -> int:
+        """Numbers that one head of one token writes to a layer's state: key, value, strength, and the decays."""
+        decays = self.key_dim if layer in self.channel_decay_layers else 1
+        return self.key_dim + self.value_dim + 1 + decays
+
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """Recurrent state of one layer and request: [value heads, key_dim, value_dim]."""

@@ -156,6 +156,14 @@ class ModelConfig:
         values = math.prod(self.recurrent.state_shape) + math.prod(self.recurrent.conv_shape)
         return len(self.recurrent_layers) * values * 4
 
+    def unfinished_bytes_per_request(self, chunk: int) -> int:
+        """Bytes that a running request keeps of the tokens of one chunk of the delta rule; see `gated_delta.py`."""
+        dims = self.recurrent
+        if dims is None:
+            return 0
+        widths = sum(dims.written_width(layer) for layer in self.recurrent_layers)
+        return widths * dims.num_value_heads * chunk * 4
+
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that names this config completely (used to fingerprint random weights)."""
         fields = asdict(self)

@@ -32,7 +32,12 @@ from .forward_batch import (
 from .layers.basic import linear, rms_norm, rope_tables
 from .layers.decoder_layer import decoder_layer
 from .layers.paged_attention import TileMeta, block_pages, page_table_width
-from .layers.recurrent_layer import LONGEST_CHUNK_TOKENS, chunk_tokens, recurrent_layer
+from .layers.recurrent_layer import (
+    LONGEST_CHUNK_TOKENS,
+    chunk_tokens,
+    recurrent_layer,
+    unfinished_writes,
+)
 from .memory_pool import RecurrentStatePool
 from .model_config import LayerKind, ModelConfig
 from .sampler import SamplingRows, chosen_logprobs, greedy_tokens, sample_tokens, sampling_rows
@@ -46,7 +51,7 @@ _BATCH_BUCKETS = (2, 8, 32, 128)
 
 # Compiled once per model config and shape, for all runners of the process.
 _attention_layer = jax.jit(decoder_layer, static_argnums=(0, 1, 6), donate_argnums=(3, 4))
-_recurrent_layer = jax.jit(recurrent_layer, static_argnums=(0, 1), donate_argnums=(3, 4, 5))
+_recurrent_layer = jax.jit(recurrent_layer, static_argnums=(0, 1), donate_argnums=(3, 4, 5, 6))
 _top_k = jax.jit(jax.lax.top_k, static_argnums=1)
 
 
@@ -58,6 +63,7 @@ class _HostTile(NamedTuple):
     page_table: npt.NDArray[np.int32]
     num_blocks: npt.NDArray[np.int32]
     state_slots: npt.NDArray[np.int32]
+    request_rows: npt.NDArray[np.int32]
 
 
 class _SWATile(NamedTuple):
@@ -105,15 +111,20 @@ class ModelRunner:
         self._has_swa_pool = isinstance(kv_pool, SWAKVPool)
         self._tiles = tuple(sorted(set(extend_tile_tokens)))
         self._table_width = page_table_width(max_context_len, kv_pool.page_size)
-        # A tile that starts between two borders ends at the next one; see layers/gated_delta.py.
-        self._border_tokens = 1 if recurrent_pool is None else chunk_tokens(kv_pool.page_size)
         self._state_slots = 0 if recurrent_pool is None else recurrent_pool.size
         self._block_tokens = block_pages(kv_pool.page_size) * kv_pool.page_size
         self._unseeded = secrets.randbits(32)
-        # Indices 0 .. max_running_requests belong to requests, the last entry takes what padding rows sample.
+        # Indices 0 .. max_running_requests belong to requests, the last entry takes what padding rows sample and write.
         self._scratch_idx = max_running_requests + 1
         self._device = jax.devices()[0]
         self._last_tokens = jnp.zeros(max_running_requests + 2, jnp.int32, device=self._device)
+        self._unfinished = {
+            layer: unfinished_writes(
+                config.recurrent, layer, max_running_requests + 2, chunk_tokens(kv_pool.page_size)
+            )
+            for layer in config.recurrent_layers
+            if config.recurrent is not None
+        }
 
     def dispatch(self, batch: ForwardBatch) -> StepOutput:
         """Enqueues one step and returns its outputs as futures; the pools' buffers are rebound before it returns.
@@ -193,9 +204,8 @@ class ModelRunner:
         """Final hidden states [padded batch, hidden] of one token per item."""
         num_rows = self._padded(len(batch.items))
         tile, swa = self._empty_tile(num_rows, 1), self._empty_swa_tile(num_rows, 1)
-        indices = np.full(num_rows, self._scratch_idx, np.int32)
         for row, item in enumerate(batch.items):
-            indices[row] = item.req_pool_idx
+            tile.request_rows[row] = item.req_pool_idx
             tile.positions[row, 0] = item.prefix_len
             tile.out_slots[row, 0] = item.out_slots[0]
             tile.page_table[row, : len(item.page_table)] = item.page_table
@@ -210,7 +220,7 @@ class ModelRunner:
             self.config,
             self._params.embed,
             self._last_tokens,
-            jax.device_put(indices, self._device),
+            meta.request_rows,
             meta.positions,
         )
         return self._run_layers(hidden, TileMeta(*meta, *tables), swa)
@@ -232,7 +242,7 @@ class ModelRunner:
         """Runs one item tile by tile; returns the last tile's hidden states and its last used row."""
         if item.token_ids is None:
             raise ValueError(f"request {item.rid}: an EXTEND item needs token_ids")
-        for start, length, size in self._cut(item.prefix_len, item.num_tokens):
+        for start, length, size in self._cut(item.num_tokens):
             tile, swa = self._empty_tile(1, size), self._empty_swa_tile(1, size)
             tokens = np.zeros(size, np.int32)
             tokens[:length] = item.token_ids[start : start + length]
@@ -241,6 +251,7 @@ class ModelRunner:
             tile.out_slots[0, :length] = item.out_slots[start : start + length]
             tile.page_table[0, : len(item.page_table)] = item.page_table
             tile.state_slots[0] = item.states.running
+            tile.request_rows[0] = item.req_pool_idx
             if swa is not None and item.swa is not None:
                 swa.out_slots[0, :length] = item.swa.out_slots[start : start + length]
                 swa.page_table[0, : len(item.swa.page_table)] = item.swa.page_table
@@ -255,11 +266,9 @@ class ModelRunner:
             hidden = self._run_layers(hidden, TileMeta(*meta, *tables), swa)
         return hidden, length - 1
 
-    def _cut(self, prefix_len: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def _cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """(start, tokens, tile size) of each tile of a chunk: the cheapest cover, large tiles first."""
-        start = min(-prefix_len % self._border_tokens, num_tokens)
-        if start:
-            yield 0, start, self._tiles[0]
+        start = 0
         while start < num_tokens:
             left = num_tokens - start
             # A padded large tile beats several small ones once it is more than half full.
@@ -279,6 +288,7 @@ class ModelRunner:
             page_table=np.zeros((seqs, self._table_width), np.int32),
             num_blocks=np.zeros((), np.int32),
             state_slots=np.zeros(seqs, np.int32),
+            request_rows=np.full(seqs, self._scratch_idx, np.int32),
         )
 
     def _empty_swa_tile(self, seqs: int, rows: int) -> _SWATile | None:
@@ -305,8 +315,14 @@ class ModelRunner:
                 )
             elif states is not None:
                 state, conv = states.recurrent_buffers, states.conv_buffers[state_index]
-                state[state_index], conv[0], hidden = _recurrent_layer(
-                    *fixed, params, state[state_index], conv[0], hidden, meta
+                state[state_index], conv[0], self._unfinished[layer], hidden = _recurrent_layer(
+                    *fixed,
+                    params,
+                    state[state_index],
+                    conv[0],
+                    self._unfinished[layer],
+                    hidden,
+                    meta,
                 )
                 state_index += 1
         return hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .engine_args import STATES_PER_REQUEST, ArgumentError, EngineArgs
+from .layers.recurrent_layer import chunk_tokens
 from .model_config import LayerKind, ModelConfig
 from .pool_budget import DeviceRoom, check_device_pool
 from .swa_bounds import SWABounds
@@ -43,11 +44,14 @@ def check_device_room(
     full, swa = _bytes_per_token(config, args.dtype)
     # The smaller pool has a whole sentinel page too.
     sentinel_bytes = int((1 - ratio) * args.page_size * swa)
+    unfinished_bytes = args.max_running_requests * config.unfinished_bytes_per_request(
+        chunk_tokens(args.page_size)
+    )
     check_device_pool(
         args.max_total_tokens,
         args.page_size,
         full + ratio * swa,
-        weight_bytes + sizes.state_bytes(config) + sentinel_bytes,
+        weight_bytes + sizes.state_bytes(config) + unfinished_bytes + sentinel_bytes,
         room,
     )
 

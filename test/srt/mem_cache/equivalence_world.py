@@ -29,6 +29,7 @@ from slot_poison import SlotPoison
 from sgl_jax_hicache.engine.engine import Engine
 
 NUM_NEW_TOKENS = 6
+ANSWER_AT_ONCE = 21  # over a page border at least
 
 
 class World:
@@ -176,23 +177,37 @@ class Turns:
 
 
 def converse(
-    world: World, case: Case, turns: Turns, rng: np.random.Generator, folder: Path
+    world: World,
+    case: Case,
+    turns: Turns,
+    rng: np.random.Generator,
+    folder: Path,
+    num_conversations: int = 1,
 ) -> list[list[int]]:
-    """A conversation for each of `TIERS`, whose later turns resume in the answer before; the hits of each."""
+    """So many conversations for each of `TIERS`, whose later turns resume in the answer before; the hits of one.
+
+    Those of the device come one after the other, for which it has room; the others go through their turns together.
+    """
     cached = world.start(case, folder)
     all_hits: list[list[int]] = []
     for tier, forget in TIERS:
-        kept, hits = cached.kept(), []
-        prompt, hit = random_prompt(rng, turns.first), 0
-        for turn in range(turns.num_turns):
-            answer = world.computed(case, prompt, turns.answer)
-            cached.expect(answer, prompt, tier, hit)
-            kept.add_answer(len(prompt), turns.answer)
-            prompt = [*prompt, *answer["output_ids"], *random_prompt(rng, turns.question)]
-            if turn + 1 < turns.num_turns:
-                cached = forget(cached)
-                hit = (kept.on_device if tier == "device" else kept.below)(len(prompt) - 1)
-                hits.append(hit)
+        together = 1 if tier == "device" else num_conversations
+        for _ in range(num_conversations // together):
+            prompts = [random_prompt(rng, turns.first) for _ in range(together)]
+            kept, hit, hits = cached.kept(), 0, []
+            for turn in range(turns.num_turns):
+                num_tokens = len(prompts[0])
+                for i, prompt in enumerate(prompts):
+                    answer = world.computed(case, prompt, turns.answer)
+                    cached.expect(answer, prompt, tier, hit)
+                    question = random_prompt(rng, turns.question)
+                    prompts[i] = [*prompt, *answer["output_ids"], *question]
+                kept.add_answer(num_tokens, turns.answer)
+                if turn + 1 < turns.num_turns:
+                    cached = forget(cached)
+                    reach = len(prompts[0]) - 1
+                    hit = kept.on_device(reach) if tier == "device" else kept.below(reach)
+                    hits.append(hit)
         all_hits.append(hits)
     cached.stop()
     return all_hits
@@ -239,20 +254,36 @@ def fork(
 
 
 def ask_at_once(
-    world: World, case: Case, prompts: list[list[int]], num_rounds: int, folder: Path
+    world: World,
+    case: Case,
+    prompts: list[list[int]],
+    rng: np.random.Generator,
+    folder: Path,
+    rounds: Sequence[int],
 ) -> dict[str, int]:
-    """All prompts together, so often, and once more after a restart; the prompt tokens that each tier served."""
-    reference = [world.computed(case, prompt) for prompt in prompts]
+    """All prompts together, in as many rounds as each start of the engine is given, then all their next turns.
+
+    Returns the prompt tokens that each tier served.
+    """
+    reference = [world.computed(case, prompt, ANSWER_AT_ONCE) for prompt in prompts]
     served: dict[str, int] = {}
-    cached = world.start(case, folder)
-    for round_number in range(num_rounds + 1):
-        if round_number == num_rounds:
-            cached = cached.restart()
-        answers = ask_together(cached.engine, prompts, NUM_NEW_TOKENS)
+
+    def ask_all(cached: Cached, prompts: list[list[int]], reference: list[Answer]) -> None:
+        answers = ask_together(cached.engine, prompts, ANSWER_AT_ONCE)
         for answer, computed in zip(answers, reference, strict=True):
             assert_equal_answers(answer, computed)
             for tier, num_tokens in tiers(answer).items():
                 served[tier] = served.get(tier, 0) + num_tokens
         settle(cached.engine)
-    cached.stop()
+
+    for num_rounds in rounds:
+        with world.start(case, folder) as cached:
+            for _ in range(num_rounds):
+                ask_all(cached, prompts, reference)
+    turns = [
+        [*prompt, *answer["output_ids"], *random_prompt(rng, 5)]
+        for prompt, answer in zip(prompts, reference, strict=True)
+    ]
+    with world.start(case, folder) as cached:
+        ask_all(cached, turns, [world.computed(case, turn, ANSWER_AT_ONCE) for turn in turns])
     return served

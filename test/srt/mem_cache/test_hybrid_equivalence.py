@@ -41,10 +41,22 @@ THROUGH, BACK = WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_AND_BACK
 PLAIN = Case(interval=32, host_ratio=16.0)
 CASES = {
     SWA_ONLY: replace(PLAIN, interval=64, chunk=48),
-    FULL_SWA: replace(PLAIN, interval=64, overlap=False, policy=BACK, scheme=HostScheme.SLAB),
+    FULL_SWA: replace(
+        PLAIN, interval=64, chunk=16, overlap=False, policy=BACK, scheme=HostScheme.SLAB
+    ),
     FULL_RECURRENT: replace(PLAIN, overlap=False, async_impl=AsyncImpl.FUTURE),
     FULL_SWA_RECURRENT: replace(PLAIN, chunk=48, policy=BACK),
 }
+
+
+MATRIX = [
+    replace(PLAIN, policy=policy, overlap=overlap, chunk=chunk)
+    for policy, overlap in ((THROUGH, True), (BACK, False))
+    for chunk in (16, 48)
+]
+"""Each policy, with chunks of one page and of three; an engine takes whole pages only."""
+
+LONG_ANSWERS = Turns(21, 75, 9)
 
 
 def turned(case: Case) -> Case:
@@ -93,7 +105,7 @@ def test_twenty_of_twenty(
     reuse_prompts(worlds[model], turned(CASES[model]), prompts, tmp_path, num_repeats=20)
 
 
-@pytest.mark.parametrize("model", [SWA_ONLY, FULL_SWA, FULL_RECURRENT], ids=str)
+@pytest.mark.parametrize("model", KINDS, ids=str)
 def test_the_next_turn_resumes_in_the_last_answer(
     model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -101,9 +113,20 @@ def test_the_next_turn_resumes_in_the_last_answer(
     answers longer than a window."""
     case = replace(turned(CASES[model]), interval=48)
     short = converse(worlds[model], case, Turns(45, 21, 13), rng, tmp_path)
-    long = converse(worlds[model], case, Turns(21, 75, 9), rng, tmp_path)
+    long = converse(worlds[model], case, LONG_ANSWERS, rng, tmp_path)
     assert short == len(TIERS) * [[48, 96] if model.has_states else [64, 96]]
     assert long == len(TIERS) * [[48, 144] if model.has_states else [80, 176]]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [*MATRIX, replace(MATRIX[0], page_size=1)], ids=str)
+@pytest.mark.parametrize("model", KINDS, ids=str)
+def test_twenty_next_turns_of_twenty(
+    model: HybridModel, case: Case, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    # All conversations of a tier are there at once.
+    case = replace(case, interval=48, host_ratio=64.0)
+    converse(worlds[model], case, LONG_ANSWERS, rng, tmp_path, num_conversations=20)
 
 
 @pytest.mark.parametrize("model", KINDS, ids=str)
@@ -119,13 +142,39 @@ def test_a_prompt_that_leaves_a_cached_one_resumes_where_it_leaves(
     assert below == 3 * [[160, second, 96]]
 
 
-@pytest.mark.parametrize("model", [FULL_SWA], ids=str)
+def prompts_at_once(rng: np.random.Generator) -> list[list[int]]:
+    """Two stems that go on in ways of different lengths; together too long for the device."""
+    stems = [random_prompt(rng, 70) for _ in range(2)]
+    return [[*stems[k % 2], *random_prompt(rng, 7 * k + 1)] for k in range(8)]
+
+
+@pytest.mark.parametrize("model", [FULL_SWA, FULL_SWA_RECURRENT], ids=str)
 def test_prompts_at_once_through_small_pools(
     model: HybridModel, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Chunks as long as the others leave room for, shared beginnings, evictions and loads under way."""
-    stems = [random_prompt(rng, 70) for _ in range(2)]
-    prompts = [[*stems[k % 2], *random_prompt(rng, 7 * k + 1)] for k in range(8)]
-    case = replace(CASES[model], chunk=64, interval=32)
-    served = ask_at_once(worlds[model], case, prompts, 3, tmp_path)
+    case = replace(CASES[model], interval=32)
+    prompts = prompts_at_once(rng)
+    served = ask_at_once(worlds[model], case, prompts, rng, tmp_path, rounds=(3, 1))
     assert all(served[tier] > 0 for tier in ("device", "host", "storage", "computed"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("model", KINDS, ids=str)
+def test_prompts_at_once_in_twenty_rounds_of_twenty(
+    model: HybridModel, case: Case, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    prompts, case = prompts_at_once(rng), replace(case, interval=32)
+    served = ask_at_once(worlds[model], case, prompts, rng, tmp_path, rounds=(5, 5, 5, 5))
+    assert all(served[tier] > 0 for tier in ("device", "host", "storage", "computed"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", MATRIX[1::2], ids=str)
+@pytest.mark.parametrize("model", KINDS, ids=str)
+def test_prompts_at_page_borders_twenty_times(
+    model: HybridModel, case: Case, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    prompts = prompts_at_borders(rng, case.page_size, range(2, 5))
+    reuse_prompts(worlds[model], replace(case, interval=32), prompts, tmp_path, num_repeats=20)

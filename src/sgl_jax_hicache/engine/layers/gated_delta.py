@@ -4,15 +4,17 @@ Per head, with state S [k_dim, v_dim], key k, value v, query q, write strength b
 
     S <- exp(g) * S;   u = beta * (v - S^T k);   S <- S + k u^T;   o = S^T q
 
-`g` is one number per head, or one per key channel. `delta_step` does just that for one token. `delta_chunks` takes
-`chunk` tokens at a time: within a chunk the u of all tokens solve one triangular system, (I + A) U = R, and the rest is
-matrix products. A tile must not cross a chunk border of the absolute position without starting on one: chunks then
-consist of the same tokens however a prompt was cut, and as every chunk has one shape (absent tokens have beta = k = 0
-and g = 0, which add exact zeros), the state at a border does not depend on the cut, bit for bit.
+`g` is one number per head, or one per key channel. Tokens are taken in chunks that begin at multiples of `chunk` of the
+absolute position: within one the u of all tokens solve one triangular system, (I + A) U = R, and the rest is matrix
+products. The state moves on at the ends of chunks only; what the tokens of an unfinished chunk write is kept beside it
+and joins in when its next tokens come, one at a time in decode steps or many in a prompt. Every chunk has one shape, in
+which absent tokens have beta = k = 0 and g = 0 and add exact zeros. So states and outputs do not depend on how a
+sequence was cut into steps, bit for bit.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -21,85 +23,107 @@ import jax.numpy as jnp
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-class DeltaInputs(NamedTuple):
-    """What the rule reads of each token; the leading axes are one [batch] (steps) or [tokens] (chunks).
+class DeltaTokens(NamedTuple):
+    """What the rule reads of tokens.
 
-    q, k: float32[n, heads, k_dim]; v: float32[n, heads, v_dim]; beta: float32[n, heads];
-    log_decay: float32[n, heads, 1 or k_dim].
+    k, q: float32[seqs, n, heads, k_dim]; v: float32[seqs, n, heads, v_dim]; beta: float32[seqs, n, heads, 1];
+    log_decay: float32[seqs, n, heads, 1 or k_dim].
     """
 
-    q: jax.Array
     k: jax.Array
     v: jax.Array
     beta: jax.Array
     log_decay: jax.Array
-
-    def masked(self, valid: jax.Array) -> DeltaInputs:
-        """Without the effect on the state of tokens where valid bool[n] is False."""
-        wide = valid[:, None, None]
-        return self._replace(
-            k=jnp.where(wide, self.k, 0.0),
-            beta=jnp.where(valid[:, None], self.beta, 0.0),
-            log_decay=jnp.where(wide, self.log_decay, 0.0),
-        )
+    q: jax.Array
 
 
-def delta_step(state: jax.Array, x: DeltaInputs) -> tuple[jax.Array, jax.Array]:
-    """One token for each row: state [n, heads, k_dim, v_dim] -> (new state, o [n, heads, v_dim])."""
-    decayed = state * jnp.exp(x.log_decay)[..., None]
-    recalled = jnp.einsum("nhk,nhkv->nhv", x.k, decayed, precision=_HIGHEST)
-    u = x.beta[..., None] * (x.v - recalled)
-    state = decayed + x.k[..., None] * u[..., None, :]
-    return state, jnp.einsum("nhk,nhkv->nhv", x.q, state, precision=_HIGHEST)
+def delta_rule(
+    state: jax.Array,
+    unfinished: jax.Array,
+    x: DeltaTokens,
+    num_unfinished: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next tokens of several sequences.
 
-
-def delta_chunks(
-    state: jax.Array, x: DeltaInputs, num_tokens: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """The first `num_tokens` of one sequence's n tokens, in chunks of `chunk` (a divisor of n).
-
-    state: float32[heads, k_dim, v_dim] before the first token; tokens from num_tokens on must be masked.
-    Returns (the state after the last token, o float32[n, heads, v_dim], zeros where nothing was computed).
+    state: float32[seqs, heads, k_dim, v_dim] at the start of the chunk that each sequence stands in. unfinished:
+    float32[seqs, chunk, heads, widths of k, v, beta and log_decay together], what this chunk's tokens write, of which
+    the first num_unfinished int32[seqs] count. x: the next tokens, n = rows, of which the first num_tokens int32[seqs]
+    count; rows is 1 or a multiple of the chunk. Returns (state, unfinished, o float32[seqs, rows, heads, v_dim], of any
+    content in rows that do not count).
     """
+    chunk, rows, k_dim = unfinished.shape[1], *x.k.shape[1::2]
+    length = chunk if rows == 1 else chunk + rows
+    total = num_unfinished + num_tokens
+    # The outputs of an unfinished chunk's tokens are known: its queries are not kept.
+    kept = jnp.pad(unfinished, ((0, 0), (0, 0), (0, 0), (0, k_dim)))
+    tokens = _concatenated(kept, jnp.concatenate(x, axis=-1), num_unfinished, total, length)
+    borders = list(accumulate(a.shape[-1] for a in x[:-1]))
 
     def visit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         state, out = carry
-        part = DeltaInputs(*(jax.lax.dynamic_slice_in_dim(a, i * chunk, chunk) for a in x))
-        state, o = _one_chunk(state, part)
-        return state, jax.lax.dynamic_update_slice_in_dim(out, o, i * chunk, 0)
+        part = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, 1).swapaxes(1, 2)
+        is_full = total >= (i + 1) * chunk
+        state, o = _one_chunk(state, DeltaTokens(*jnp.split(part, borders, axis=-1)), is_full)
+        return state, jax.lax.dynamic_update_slice_in_dim(out, o.swapaxes(1, 2), i * chunk, 1)
 
     # A bound known at compile time would let a single chunk be fused, and rounded, in its own way.
-    num_chunks = (num_tokens + chunk - 1) // chunk
-    finished: tuple[jax.Array, jax.Array] = jax.lax.fori_loop(
-        0, num_chunks, visit, (state, jnp.zeros_like(x.v))
-    )
-    return finished
+    num_chunks = (jnp.max(total) + chunk - 1) // chunk
+    out = jnp.zeros((x.v.shape[0], length, *x.v.shape[2:]))
+    state, out = jax.lax.fori_loop(0, num_chunks, visit, (state, out))
+    kept = _window(tokens[..., :-k_dim], total // chunk * chunk, chunk)
+    return state, kept, _window(out, num_unfinished, rows)
 
 
-def _one_chunk(state: jax.Array, x: DeltaInputs) -> tuple[jax.Array, jax.Array]:
-    """One chunk of one sequence, all its tokens at once."""
-    size = x.k.shape[0]
-    q, k, v, log_decay = (a.swapaxes(0, 1) for a in (x.q, x.k, x.v, x.log_decay))
-    beta = x.beta.T[..., None]
-    total = jnp.cumsum(log_decay, axis=1)  # [heads, size, 1 or k_dim]
+def _concatenated(
+    old: jax.Array, new: jax.Array, num_old: jax.Array, total: jax.Array, length: int
+) -> jax.Array:
+    """Tokens of `old` up to num_old, then of `new` up to `total`, then zeros: [seqs, length, heads, width]."""
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    row = jnp.clip(place - num_old[:, None], 0, new.shape[1] - 1)
+    moved = jnp.take_along_axis(new, row[..., None, None], axis=1)
+    old = jnp.pad(old, ((0, 0), (0, length - old.shape[1]), (0, 0), (0, 0)))
+    is_old, is_there = place < num_old[:, None], place < total[:, None]
+    tokens = jnp.where(is_old[..., None, None], old, moved)
+    return jnp.where(is_there[..., None, None], tokens, 0.0)
+
+
+def _window(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """`count` tokens of each sequence of x [seqs, n, heads, width] from start int32[seqs] on, the last one repeated."""
+    place = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    place = jnp.minimum(place, x.shape[1] - 1)
+    return jnp.take_along_axis(x, place[..., None, None], axis=1)
+
+
+def _one_chunk(state: jax.Array, x: DeltaTokens, is_full: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All tokens of one chunk at once; x has [seqs, heads, chunk, width] here.
+
+    Returns (the state, moved on where is_full bool[seqs], o [seqs, heads, chunk, v_dim]).
+    """
+    total = jnp.cumsum(x.log_decay, axis=2)
     since_start = jnp.exp(total)
-    ones = jnp.ones((1, size, size), bool)
-    earlier, until_now = jnp.tril(ones, -1), jnp.tril(ones)
-    q_by_k, k_by_k = _decayed_products(q, k, total)
-    solve = _unit_lower_inverse(jnp.where(earlier, beta * k_by_k, 0.0))
-    recalled = jnp.einsum("hik,hkv->hiv", k * since_start, state, precision=_HIGHEST)
-    u = jnp.matmul(solve, beta * (v - recalled), precision=_HIGHEST)
-    from_state = jnp.einsum("hik,hkv->hiv", q * since_start, state, precision=_HIGHEST)
-    seen = jnp.where(until_now, q_by_k, 0.0)
-    out = from_state + jnp.einsum("hij,hjv->hiv", seen, u, precision=_HIGHEST)
-    until_end = jnp.exp(total[:, -1:] - total)
-    written = jnp.einsum("hjk,hjv->hkv", k * until_end, u, precision=_HIGHEST)
-    state = state * since_start[:, -1, :, None] + written
-    return state, out.swapaxes(0, 1)
+    place = jnp.arange(x.k.shape[2])
+    row, column = place[None, None, :, None], place[None, None, None]
+    # Queries and keys meet the state and the keys in one product each: the state is read once.
+    both = jnp.concatenate([x.q * since_start, x.k * since_start], axis=2)
+    from_state, recalled = jnp.split(jnp.matmul(both, state, precision=_HIGHEST), 2, axis=2)
+    q_by_k, k_by_k = _decayed_products(x.q, x.k, total)
+    solve = _unit_lower_inverse(jnp.where(row > column, x.beta * k_by_k, 0.0))
+    u = jnp.matmul(solve, x.beta * (x.v - recalled), precision=_HIGHEST)
+    seen = jnp.where(row >= column, q_by_k, 0.0)
+    out = from_state + jnp.matmul(seen, u, precision=_HIGHEST)
+
+    def moved_on() -> jax.Array:
+        until_end = jnp.exp(total[:, :, -1:] - total)
+        written = jnp.einsum("shjk,shjv->shkv", x.k * until_end, u, precision=_HIGHEST)
+        end = state * since_start[:, :, -1, :, None] + written
+        return jnp.where(is_full[:, None, None, None], end, state)
+
+    return jax.lax.cond(jnp.any(is_full), moved_on, lambda: state), out
 
 
 def _unit_lower_inverse(below: jax.Array) -> jax.Array:
-    """The inverse of I + below [heads, n, n], strictly lower triangular, n a power of two.
+    """The inverse of I + below [..., n, n], strictly lower triangular, n a power of two.
 
     Blocks of twice the size at a time: [[P, 0], [C, Q]] has the inverse [[P', 0], [-Q' C P', Q']]. Products only, where
     a solver would call out to LAPACK once a head.
@@ -108,8 +132,9 @@ def _unit_lower_inverse(below: jax.Array) -> jax.Array:
     inverse = jnp.broadcast_to(jnp.eye(n), below.shape)
     block = jnp.arange(n)
     while size < n:
-        row, column = block[None, :, None] // size, block[None, None, :] // size
-        corner = jnp.where((row % 2 == 1) & (column == row - 1), below, 0.0)
+        row, column = block[:, None] // size, block[None] // size
+        is_corner = (row % 2 == 1) & (column == row - 1)
+        corner = jnp.where(is_corner[None, None], below, 0.0)
         left = jnp.matmul(inverse, corner, precision=_HIGHEST)
         inverse = inverse - jnp.matmul(left, inverse, precision=_HIGHEST)
         size *= 2
@@ -117,20 +142,21 @@ def _unit_lower_inverse(below: jax.Array) -> jax.Array:
 
 
 def _decayed_products(q: jax.Array, k: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q_i and k_i times k_j as decayed from j to i, [heads, i, j]; meaningless for j > i.
+    """q_i and k_i times k_j as decayed from j to i, [seqs, heads, i, j] each; meaningless for j > i.
 
     The decay is taken as exp of a difference, never as a quotient of two exps, which would overflow.
     """
-    gap = jnp.minimum(total[:, :, None] - total[:, None, :], 0.0)  # [heads, i, j, 1 or k_dim]
-    if gap.shape[-1] == 1:
-        decay = jnp.exp(gap[..., 0])
-        return tuple(  # type: ignore[return-value]
-            decay * jnp.einsum("hik,hjk->hij", a, k, precision=_HIGHEST) for a in (q, k)
-        )
-    keys = k[:, None] * jnp.exp(gap)
-    return tuple(  # type: ignore[return-value]
-        jnp.einsum("hik,hijk->hij", a, keys, precision=_HIGHEST) for a in (q, k)
-    )
+    gap = total[..., :, None, :] - total[..., None, :, :]
+    decay = jnp.exp(jnp.minimum(gap, 0.0))  # [seqs, heads, i, j, 1 or k_dim]
+    if decay.shape[-1] == 1:
+        both = jnp.concatenate([q, k], axis=2)
+        products = jnp.einsum("shik,shjk->shij", both, k, precision=_HIGHEST)
+        q_by_k, k_by_k = jnp.split(products, 2, axis=2)
+        return decay[..., 0] * q_by_k, decay[..., 0] * k_by_k
+    both = jnp.stack([q, k], axis=3)  # [seqs, heads, i, 2, k_dim]
+    keys = k[..., None, :, :] * decay
+    products = jnp.einsum("shick,shijk->shijc", both, keys, precision=_HIGHEST)
+    return products[..., 0], products[..., 1]
 
 
 def short_conv(

@@ -24,6 +24,7 @@ class TileMeta(NamedTuple):
 
     positions, out_slots: int32[seqs, rows], a padding row has out slot 0; page_table: int32[seqs, pages];
     num_blocks: int32[], key blocks to visit; state_slots: int32[seqs], slots of the recurrent state pool;
+    request_rows: int32[seqs], rows of what the runner keeps for each running request;
     cos, sin: float32[seqs * rows, rope_dim // 2].
     """
 
@@ -32,6 +33,7 @@ class TileMeta(NamedTuple):
     page_table: jax.Array
     num_blocks: jax.Array
     state_slots: jax.Array
+    request_rows: jax.Array
     cos: jax.Array
     sin: jax.Array
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..layer_kinds import RecurrentDims
 from ..model_config import ModelConfig
 from .basic import linear, rms_norm, row_sums, swiglu
-from .gated_delta import DeltaInputs, delta_chunks, delta_step, short_conv
+from .gated_delta import DeltaTokens, delta_rule, short_conv
 from .paged_attention import TileMeta
 
 LayerParams = dict[str, jax.Array]
@@ -30,14 +30,16 @@ def recurrent_layer(
     params: LayerParams,
     state: jax.Array,
     conv: jax.Array,
+    unfinished: jax.Array,
     hidden: jax.Array,
     meta: TileMeta,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes one layer for a tile of one sequence, or one token of several.
 
     state: float32[slots, heads, k_dim, v_dim] and conv: float32[slots, channels, kernel - 1] are read and written at
-    `meta.state_slots`; a sequence whose first position is 0 starts from zeros. Rows without an out slot leave them
-    alone. hidden: float32[seqs * rows, hidden_size]. Returns (state, conv, hidden).
+    `meta.state_slots`, unfinished (see `unfinished_writes`) at `meta.request_rows`. A sequence whose first position is
+    0 starts from zeros, and one that starts at a chunk's border reads no unfinished writes. Rows without an out slot
+    leave all of them alone. hidden: float32[seqs * rows, hidden_size]. Returns (state, conv, unfinished, hidden).
     """
     if config.recurrent is None:
         raise ValueError("recurrent layers need their sizes")
@@ -50,37 +52,48 @@ def recurrent_layer(
     num_tokens = jnp.sum(valid, axis=1, dtype=jnp.int32)
     qkv = linear(normed, params["qkv"]).reshape(seqs, rows, -1)
     mixed, past = short_conv(qkv, past, params["conv"], num_tokens)
-    inputs = _delta_inputs(dims, params, mixed.reshape(seqs * rows, -1), normed)
-    inputs = inputs.masked(valid.reshape(-1))
-    if rows == 1:
-        end, out = delta_step(start, inputs)
-    else:
-        first, out = delta_chunks(start[0], inputs, num_tokens[0], chunk_tokens(page_size))
-        end = first[None]
+    tokens = _delta_tokens(dims, params, mixed, normed.reshape(seqs, rows, -1))
+    num_kept = meta.positions[:, 0] % chunk_tokens(page_size)
+    kept = unfinished[meta.request_rows]
+    end, kept, out = delta_rule(start, kept, tokens, num_kept, num_tokens)
+    out = out.reshape(seqs * rows, *out.shape[2:])
     state, conv = state.at[slots].set(end), conv.at[slots].set(past)
+    unfinished = unfinished.at[meta.request_rows].set(kept)
     hidden = hidden + linear(_gated(config, dims, params, out, normed), params["o"])
     normed = rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
-    return state, conv, hidden + swiglu(normed, params["gate_up"], params["down"])
+    return state, conv, unfinished, hidden + swiglu(normed, params["gate_up"], params["down"])
 
 
-def _delta_inputs(
+def unfinished_writes(dims: RecurrentDims, layer: int, requests: int, chunk: int) -> jax.Array:
+    """What a layer's running requests have written since their last chunk border: zeros for `requests` rows.
+
+    A request that starts or is resumed starts at a page border, which is a chunk border: so nothing of this belongs to
+    the states that a prefix cache keeps.
+    """
+    shape = (requests, chunk, dims.num_value_heads, dims.written_width(layer))
+    return jnp.zeros(shape, jnp.float32, device=jax.devices()[0])  # by name, as in the pools
+
+
+def _delta_tokens(
     dims: RecurrentDims, params: LayerParams, mixed: jax.Array, x: jax.Array
-) -> DeltaInputs:
-    """From convolved q, k, v [n, channels] and the layer's input x [n, hidden]."""
+) -> DeltaTokens:
+    """From convolved q, k, v [seqs, n, channels] and the layer's input x [seqs, n, hidden]."""
+    tokens = x.shape[:2]
     q, k, v = jnp.split(mixed, [dims.keys_width, 2 * dims.keys_width], axis=-1)
     group = dims.num_value_heads // dims.num_key_heads
 
     def heads(keys: jax.Array) -> jax.Array:
-        keys = keys.reshape(-1, dims.num_key_heads, dims.key_dim)
+        keys = keys.reshape(*tokens, dims.num_key_heads, dims.key_dim)
         keys = keys * jax.lax.rsqrt(row_sums(keys * keys) + _NORM_EPS)
-        return jnp.repeat(keys, group, axis=1)
+        return jnp.repeat(keys, group, axis=2)
 
-    return DeltaInputs(
-        q=heads(q) * dims.key_dim**-0.5,
+    flat = x.reshape(-1, x.shape[-1])
+    return DeltaTokens(
         k=heads(k),
-        v=v.reshape(-1, dims.num_value_heads, dims.value_dim),
-        beta=jax.nn.sigmoid(linear(x, params["beta"])),
-        log_decay=_log_decay(dims, params, x),
+        v=v.reshape(*tokens, dims.num_value_heads, dims.value_dim),
+        beta=jax.nn.sigmoid(linear(flat, params["beta"])).reshape(*tokens, -1, 1),
+        log_decay=_log_decay(dims, params, flat).reshape(*tokens, dims.num_value_heads, -1),
+        q=heads(q) * dims.key_dim**-0.5,
     )
 
 

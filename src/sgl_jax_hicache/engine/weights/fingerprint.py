@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..model_config import ModelConfig
 
-DECODER_VERSION = "embedded-2"
+DECODER_VERSION = "embedded-3"
 """Changes whenever the decoder computes other bits than before."""
 
 
