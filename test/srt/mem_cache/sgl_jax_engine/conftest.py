@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_runs import EngineRuns
+from engine_runs import CPU_ENGINE, EngineRuns
 from tiny_qwen3 import write_model
 
 from sgl_jax_hicache import overlay
@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='arguments of Engine as JSON, for instance \'{"tp_size": 8, "dp_size": 2, "page_size": 128}\'',
     )
     group.addoption(
-        "--sgl-jax-preload", help="a Python file that every process of the engine runs first"
+        "--sgl-jax-preload",
+        help="a Python file that every process of the engine runs first (default: cpu_engine.py for tiny models)",
     )
     group.addoption(
         "--sgl-jax-tolerance",
@@ -65,9 +66,10 @@ def engine_runs(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path
     given = request.config.getoption("--sgl-jax-model-path", default=None)
     settings = {"model_path": given} if given else {"model_path": str(tiny_model), **TINY_ON_CPU}
     settings |= json.loads(request.config.getoption("--sgl-jax-engine-args", default="{}"))
+    preload = request.config.getoption("--sgl-jax-preload", default=None)
     return EngineRuns(
         settings,
         folder=tmp_path,
-        preload=request.config.getoption("--sgl-jax-preload", default=None),
+        preload=preload or (None if given else CPU_ENGINE),
         tolerance=request.config.getoption("--sgl-jax-tolerance", default=1e-5),
     )

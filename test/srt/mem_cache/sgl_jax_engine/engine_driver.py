@@ -31,15 +31,11 @@ class Driver:
         self._engine = Engine(**settings)
         self._answers = answers
 
-    def ask(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def ask(self, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool = True) -> None:
         """Greedy answers, with log probabilities."""
         answers = self._engine.generate(
             input_ids=prompts,
-            sampling_params={
-                "temperature": 0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
+            sampling_params=_greedy(max_new_tokens, ignore_eos),
             return_logprob=True,
         )
         for answer in answers if isinstance(answers, list) else [answers]:
@@ -50,6 +46,19 @@ class Driver:
                 cached_tokens=meta_info["cached_tokens"],
                 tiers=meta_info.get("cached_tokens_details"),
             )
+
+    def abort(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Ask, and abort whatever runs or waits once the first token is there."""
+        reasons: dict[str, Any] = {}
+        for chunk in self._engine.generate(
+            input_ids=prompts, sampling_params=_greedy(max_new_tokens, True), stream=True
+        ):
+            if not reasons:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+            reasons[chunk["meta_info"]["id"]] = chunk["meta_info"]["finish_reason"]
+        types = [reason["type"] for reason in reasons.values()]
+        assert "abort" in types, f"nothing was left to abort: {types}"
+        self._tell(aborted=types.count("abort"))
 
     def flush(self) -> None:
         """Device and host forget everything. With overlap the scheduler is busy for a round after the last answer, and
@@ -73,6 +82,10 @@ class Driver:
     def _tell(self, **answer: Any) -> None:
         with self._answers.open("a") as file:
             file.write(json.dumps(answer) + "\n")
+
+
+def _greedy(max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
 
 
 def main() -> None:

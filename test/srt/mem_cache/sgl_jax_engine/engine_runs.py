@@ -17,12 +17,25 @@ HERE = Path(__file__).resolve().parent
 SRC = HERE.parents[3] / "src"
 TIMEOUT_S = 900.0
 
+CPU_ENGINE = str(HERE / "cpu_engine.py")
+"""What makes the engine right on CPU; see there."""
+
 Step = tuple[str, dict[str, Any]]
 
 
 def ask(*prompts: list[int], max_new_tokens: int = 6) -> Step:
     """Ask these prompts at once."""
     return "ask", {"prompts": list(prompts), "max_new_tokens": max_new_tokens}
+
+
+def ask_until_eos(*prompts: list[int], max_new_tokens: int) -> Step:
+    """The same, but an answer ends where the model ends it: then the engine admits more than it has memory for."""
+    return "ask", {"prompts": list(prompts), "max_new_tokens": max_new_tokens, "ignore_eos": False}
+
+
+def abort(*prompts: list[int], max_new_tokens: int) -> Step:
+    """Ask these prompts at once, and abort them all when the first token is there."""
+    return "abort", {"prompts": list(prompts), "max_new_tokens": max_new_tokens}
 
 
 FLUSH: Step = ("flush", {})
@@ -111,6 +124,11 @@ class EngineRuns:
         """True if the engine runs on something else than CPU."""
         return bool(self._settings.get("device") != "cpu")
 
+    @property
+    def log(self) -> str:
+        """What the last run's first process printed."""
+        return (self._folder / f"log{self._num_runs}.0").read_text(errors="replace")
+
     def storage_of(self, rank: int = 0) -> Path:
         """Where a process has its L3."""
         return self._folder / f"pages{rank}"
@@ -147,6 +165,9 @@ class EngineRuns:
         env["PYTHONPATH"] = str(SRC)
         if not self.on_accelerator:
             env["JAX_PLATFORMS"] = env["USE_DEVICE_TYPE"] = "cpu"
+            env["PALLAS_INTERPRET"] = (
+                "1"  # the engine's linear attention has kernels for a TPU alone
+            )
             env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         return env
 
