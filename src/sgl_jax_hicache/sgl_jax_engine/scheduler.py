@@ -126,6 +126,25 @@ class HiCacheScheduler(Scheduler):
             self._prompt_tokens.update(asdict(req.hicache_tiers))
         self._forget(name)
 
+    def process_batch_result_decode(
+        self, batch: Any, result: Any, launch_done: threading.Event | None = None
+    ) -> None:
+        """With what an answer leaves at checkpoints on its way; the engine's cache hears of an answer at its end only.
+
+        Every forward step that was started has taken its buffers by then, so pages may be gathered.
+        """
+        super().process_batch_result_decode(batch, result, launch_done)
+        interval = self.tree_cache.checkpoint_interval
+        if not interval or not (self.spec_algorithm is None or self.spec_algorithm.is_none()):
+            return
+        for info in batch.reqs_info:
+            for req in info.reqs or ():
+                # The token that was sampled last has no KV yet, or only in the step that runs now.
+                seq_len = len(req.origin_input_ids) + len(req.output_ids) - 1
+                if seq_len % interval == 0 and not (req.finished() or req.is_retracted):
+                    req.fill_ids = [*req.origin_input_ids, *req.output_ids][:seq_len]
+                    self.tree_cache.cache_unfinished_req(req)
+
     def on_idle(self) -> None:
         """Nobody waits: whatever prefetch is left belongs to a request that ended in a way with no hook."""
         if self._asked_storage and self.is_fully_idle():

@@ -201,6 +201,13 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
         ("cached_tokens",),
     ),
     Seam(
+        _SCHEDULER,
+        "Scheduler.process_batch_result_decode",
+        ("self", "batch", "result", "launch_done"),
+        ("resolve_last_batch_result", "check_finished", "release_kv_cache", "is_retracted"),
+    ),
+    Seam(_SCHEDULER, "Scheduler.process_batch_result", None, ("process_batch_result_decode",)),
+    Seam(
         _POLICY,
         "PrefillAdder.add_one_req",
         ("self", "req"),
