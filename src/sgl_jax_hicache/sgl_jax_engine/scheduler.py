@@ -103,6 +103,24 @@ class HiCacheScheduler(Scheduler):
         match = self.tree_cache.match_prefix(MatchPrefixParams(key))
         return len(match.device_indices) + match.host_hit_length
 
+    def _get_dp_load_snapshot(self) -> tuple[list[int], list[int]]:
+        """Requests that wait for their pages are load too: the engine counts what runs, and would give them and all
+        that arrive meanwhile to the first rank."""
+        counts, tokens = super()._get_dp_load_snapshot()
+        for req in self.waiting_queue:
+            counts[req.dp_rank or 0] += 1
+            tokens[req.dp_rank or 0] += self._estimate_req_tokens(req)
+        return counts, tokens
+
+    def _get_dp_io_snapshot(self) -> tuple[list[int], list[int]]:
+        """The same, prompts and answers apart."""
+        prompts, answers = super()._get_dp_io_snapshot()
+        for req in self.waiting_queue:
+            prompt_len, answer_len = self._estimate_req_input_output_tokens(req)
+            prompts[req.dp_rank or 0] += prompt_len
+            answers[req.dp_rank or 0] += answer_len
+        return prompts, answers
+
     def abort_request(self, recv_req: Any) -> None:
         """Those that waited leave without another call; their prefetch is forgotten here."""
         waited = {request_name(req) for req in self.waiting_queue}

@@ -173,6 +173,18 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _SCHEDULER,
+        "Scheduler._get_dp_load_snapshot",
+        ("self",),
+        ("running_batch", "last_batch", "_estimate_req_tokens"),
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._get_dp_io_snapshot",
+        ("self",),
+        ("running_batch", "last_batch", "_estimate_req_input_output_tokens"),
+    ),
+    Seam(
+        _SCHEDULER,
         "Scheduler.abort_request",
         ("self", "recv_req"),
         ("waiting_queue", "grammar_queue"),
