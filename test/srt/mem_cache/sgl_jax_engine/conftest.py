@@ -6,26 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_runs import CPU_ENGINE, EngineRuns
+from engine_runs import CPU_ENGINE, TINY_ON_CPU, EngineRuns
 from tiny_qwen3 import write_model
 
 from sgl_jax_hicache import overlay
-
-TINY_ON_CPU = {
-    "device": "cpu",
-    "attention_backend": "native",
-    "dtype": "float32",
-    "page_size": 16,
-    "max_total_tokens": 1024,
-    "max_running_requests": 4,
-    "chunked_prefill_size": 256,
-    "context_length": 1024,
-    "max_seq_len": 1024,
-    "precompile_bs_paddings": [4],
-    "precompile_token_paddings": [256],
-    "disable_precompile": True,
-    "random_seed": 1,
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ class Driver:
         types = [reason["type"] for reason in reasons.values()]
         assert "abort" in types, f"nothing was left to abort: {types}"
         self._tell(aborted=types.count("abort"))
+
+    def timed(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Wait for a line on stdin; then ask, and tell how long it took."""
+        sys.stdin.readline()
+        start_s = time.perf_counter()
+        self._engine.generate(input_ids=prompts, sampling_params=_greedy(max_new_tokens, True))
+        self._tell(seconds=time.perf_counter() - start_s)
 
     def flush(self) -> None:
         """Device and host forget everything. With overlap the scheduler is busy for a round after the last answer, and

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ TIMEOUT_S = 900.0
 
 CPU_ENGINE = str(HERE / "cpu_engine.py")
 """What makes the engine right on CPU; see there."""
+
+TINY_ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "native",
+    "dtype": "float32",
+    "page_size": 16,
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 256,
+    "context_length": 1024,
+    "max_seq_len": 1024,
+    "precompile_bs_paddings": [4],
+    "precompile_token_paddings": [256],
+    "disable_precompile": True,
+    "random_seed": 1,
+}
 
 Step = tuple[str, dict[str, Any]]
 
@@ -36,6 +53,11 @@ def ask_until_eos(*prompts: list[int], max_new_tokens: int) -> Step:
 def abort(*prompts: list[int], max_new_tokens: int) -> Step:
     """Ask these prompts at once, and abort them all when the first token is there."""
     return "abort", {"prompts": list(prompts), "max_new_tokens": max_new_tokens}
+
+
+def timed(*prompts: list[int], max_new_tokens: int) -> Step:
+    """Wait for a line on stdin, ask these prompts at once, and tell how long it took."""
+    return "timed", {"prompts": list(prompts), "max_new_tokens": max_new_tokens}
 
 
 FLUSH: Step = ("flush", {})
@@ -124,6 +146,21 @@ class EngineRuns:
         """True if the engine runs on something else than CPU."""
         return bool(self._settings.get("device") != "cpu")
 
+    @contextmanager
+    def started(
+        self, *steps: Step, hicache: bool, **settings: Any
+    ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        """The engine while it plays the steps: its process, which leads a group, and the file of its answers."""
+        self._num_runs += 1
+        ours = {"hicache_storage": "file", "hicache_storage_path": str(self.storage_of())}
+        given = {**self._settings, **(ours if hicache else {}), **settings}
+        command = self._command(0, given, steps)
+        process = self._start(command, devices=1)
+        try:
+            yield process, command.answers
+        finally:
+            self._end(process)
+
     @property
     def log(self) -> str:
         """What the last run's first process printed."""
@@ -147,6 +184,7 @@ class EngineRuns:
             return subprocess.Popen(
                 command.argv,
                 env=self._environment(devices),
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

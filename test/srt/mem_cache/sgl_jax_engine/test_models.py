@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_ON_CPU
 from engine_runs import (
     CPU_ENGINE,
     FLUSH,
     KILL,
     SHUTDOWN,
+    TINY_ON_CPU,
     Answer,
     EngineRuns,
     Step,

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_ON_CPU
-from engine_runs import SRC, free_port
+from engine_runs import SRC, TINY_ON_CPU, free_port
 
 from sgl_jax_hicache import overlay
 
