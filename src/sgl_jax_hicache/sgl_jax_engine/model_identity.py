@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,33 @@ from .array_digest import digest_array
 _CONFIG_LEFT_OUT = frozenset({"_name_or_path", "transformers_version"})
 _SETTINGS = (
     "dtype",
+    "dtype_config",
     "kv_cache_dtype",
     "quantization",
+    "quantization_config_path",
+    "quantization_param_path",
+    "model_impl",
     "attention_backend",
     "moe_backend",
     "gdn_prefill_impl",
+    "enable_topk_kernel",
+    "enable_sequence_parallel",
     "json_model_override_args",
     "tp_size",
     "dp_size",
     "ep_size",
 )
 """Arguments of the engine that change the arithmetic, or the order of its sums."""
+
+_VARIABLES = (
+    "SGLANG_JAX_CONV_STATE_DTYPE",
+    "SGLANG_JAX_RECURRENT_STATE_DTYPE",
+    "DSA_INDEX_TOPK",
+    "DSA_PAGE_TOPK",
+    "DSA_PREFILL_SPARSE",
+    "DSA_INDEXER_KERNEL",
+)
+"""Variables of the environment that do."""
 
 
 def model_identity(server_args: Any, model_config: Any, model: Any) -> ModelIdentity:
@@ -43,6 +60,8 @@ def model_identity(server_args: Any, model_config: Any, model: Any) -> ModelIden
         weights_digest(model),
         _config_text(model_config.hf_config),
         *(f"{name}={getattr(server_args, name, None)}" for name in _SETTINGS),
+        *(f"{name}={os.environ.get(name)}" for name in _VARIABLES),
+        f"matmul_precision={jax.config.jax_default_matmul_precision}",  # type: ignore[attr-defined]
         f"platform={jax.default_backend()}:{jax.devices()[0].device_kind}",
         f"jax={jax.__version__}",
         f"sgl_jax={sgl_jax.version.__version__}",
