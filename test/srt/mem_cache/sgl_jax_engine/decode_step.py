@@ -24,7 +24,7 @@ from pathlib import Path
 from engine_runs import CPU_ENGINE, TINY_ON_CPU, EngineRuns, Step, timed
 from tiny_models import MODELS
 
-NUM_PROMPTS, PROMPT_LEN, NUM_NEW = 4, 60, 192
+NUM_PROMPTS, PROMPT_LEN, NUM_NEW = 4, 60, 128
 NUM_WARM_UP = 3
 # With states the engine's own cache needs other settings, and would not do the same.
 WITHOUT_STATES = ("qwen3", "deepseek_v3", "gemma2", "mimo_v2")
@@ -62,6 +62,8 @@ def side(folder: Path, model: str, steps: list[Step], hicache: bool) -> Iterator
         "model_path": str(MODELS[model].write(folder / "model")),
         "load_format": "dummy",
         "max_total_tokens": 8192,
+        "context_length": 256,
+        "max_seq_len": 256,
         "disable_overlap_schedule": False,
     }
     theirs = {k: v for k, v in MODELS[model].settings.items() if hicache or "hicache" not in k}

@@ -155,7 +155,7 @@ class EngineRuns:
         ours = {"hicache_storage": "file", "hicache_storage_path": str(self.storage_of())}
         given = {**self._settings, **(ours if hicache else {}), **settings}
         command = self._command(0, given, steps)
-        process = self._start(command, devices=1)
+        process = self._start(command, devices=1, stdin=subprocess.PIPE)
         try:
             yield process, command.answers
         finally:
@@ -179,12 +179,14 @@ class EngineRuns:
         program = (sys.executable, str(HERE / "engine_driver.py"), str(spec), str(answers))
         return _Command((*program, *([self.preload] if self.preload else [])), answers, log)
 
-    def _start(self, command: _Command, devices: int) -> subprocess.Popen[bytes]:
+    def _start(
+        self, command: _Command, devices: int, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         with command.log.open("wb") as output:
             return subprocess.Popen(
                 command.argv,
                 env=self._environment(devices),
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -195,6 +197,8 @@ class EngineRuns:
         """With everything that it started; it may have ended."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()
         process.wait()
 
     def _environment(self, devices: int) -> dict[str, str]:
