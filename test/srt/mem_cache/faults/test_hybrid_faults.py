@@ -7,6 +7,7 @@ request here is also a check of its tokens.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from operator import attrgetter
 
 import jax.numpy as jnp
@@ -280,3 +281,21 @@ def test_as_many_states_as_full_pages_need_stay_on_the_host() -> None:
     assert sum(lengths) // PAGE > world.host_pool(FULL).num_pages // 2
     assert lengths.count(24) > 3
     assert 0 in lengths, "it is full"
+
+
+@pytest.mark.parametrize("mix", [HAS_STATES, BOTH], ids=["states", "both"])
+@pytest.mark.parametrize(("theirs", "ours", "common"), [(8, 16, 32), (16, 8, 32), (12, 8, 24)])
+def test_servers_with_other_checkpoints_share_the_borders_that_both_have(
+    mix: Mix, theirs: int, ours: int, common: int
+) -> None:
+    """Two servers on one directory: a state says after how many tokens it is by its name alone."""
+    first = hybrid(mix, interval=theirs)
+    first.run(tokens(44))
+    first.settle()
+    second = HybridWorld(replace(first.settings, interval=ours), shelves=first.shelves)
+    assert second.run(tokens(42)).storage == common
+    second.settle()
+    third = HybridWorld(replace(first.settings, interval=ours), shelves=first.shelves)
+    assert third.run(tokens(42)).storage == 41 // ours * ours
+    third.sequences |= first.sequences | second.sequences  # who computed what is stored
+    check_at_rest(third)
