@@ -342,12 +342,26 @@ def test_the_promise_to_a_dead_writer_is_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"held_bytes": -1, "promised": {}}', b"\0" * 99]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+        b"\0" * 99,
+        b'{"held_bytes": -1, "promised": {}}',
+        b'{"held_bytes": 0, "promised": {"%b": [-1e9, 0]}}',
+        b'{"held_bytes": 0, "promised": {"%b": [1e999, 0]}}',
+        b'{"held_bytes": 0, "promised": {"%b": [NaN, 0]}}',
+    ],
+    ids=lambda content: content[-36:].decode(),
 )
 def test_a_damaged_ledger_is_counted_anew(tmp_path: Path, content: bytes) -> None:
     storage = open_bounded(tmp_path, 6)
     store(storage, make_keys(6))
-    (tmp_path / "org%2Fmodel" / LEDGER_NAME).write_bytes(content)
+    somebody_alive = UsageLedger(tmp_path, "org%2Fmodel").me.encode()
+    damaged = content.replace(b"%b", somebody_alive)
+    (tmp_path / "org%2Fmodel" / LEDGER_NAME).write_bytes(damaged)
     for number in range(6):
         assert store(storage, make_keys(1, 1000 + 10 * number)) == [True]
         assert pages_below(tmp_path) <= 6

@@ -100,9 +100,11 @@ def _read(fd: int) -> Usage:
         held_bytes, promised = content["held_bytes"], content["promised"]
         if not isinstance(held_bytes, int) or held_bytes < 0:
             held_bytes = None
-        return Usage(held_bytes, {n: (int(b), float(s)) for n, (b, s) in promised.items()})
-    except (ValueError, TypeError, KeyError, AttributeError):
+        usage = Usage(held_bytes, {n: (int(b), float(s)) for n, (b, s) in promised.items()})
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Usage()
+    # Less than nothing promised would be room that is not there.
+    return Usage() if any(b < 0 for b, _ in usage.promised.values()) else usage
 
 
 def _write(fd: int, usage: Usage) -> None:
