@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from brute_force import longest_legal_border
 from hybrid_pools import STATE, encoded
-from hybrid_world import HybridWorld
+from hybrid_world import HybridWorld, Settings
 
 from sgl_jax.srt.mem_cache.hicache.tree_node import KeyNamespace, TreeNode
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind, PageKey
 
 Pages = set[tuple[ComponentKind, int]]
 """Kinds and numbers of a prompt's pages (for states: of the page that the state is the end of)."""
+
+
+def after_restart(settings: Settings, prompt: list[int]) -> HybridWorld:
+    """A new process, where an earlier one computed the prompt, stored it and ended."""
+    before = HybridWorld(settings)
+    before.run(prompt)
+    before.settle()
+    world = HybridWorld(settings, shelves=before.shelves)
+    world.sequences = before.sequences
+    return world
 
 
 def all_pages(world: HybridWorld, num_tokens: int) -> Pages:

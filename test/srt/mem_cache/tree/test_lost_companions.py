@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from companions import all_pages, border_with, key_of, path_of
-from faulty_shelf import Shelves
+from companions import after_restart, all_pages, border_with, key_of, path_of
 from hybrid_checks import check, check_at_rest
 from hybrid_pools import FULL, HYBRIDS, MIXES, STATE, SWA
 from hybrid_world import HybridWorld, Settings
 
 from sgl_jax.srt.mem_cache.hicache.config import StorageKind
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
+from sgl_jax_hicache.engine.req import Req
 
 ALL_KINDS = MIXES["full-swa-recurrent"]
 PAGE_SIZE = 4
@@ -25,21 +25,13 @@ PROMPT = list(range(1, REUSABLE + 2))
 hybrids = pytest.mark.parametrize("name", HYBRIDS)
 
 
-def stored_prompt(settings: Settings) -> Shelves:
-    """Another process computed the prompt and ended."""
-    world = HybridWorld(settings)
-    world.run(PROMPT)
-    world.settle()
-    return world.shelves
-
-
-def finish(world: HybridWorld, req: object) -> None:
+def finish(world: HybridWorld, req: Req) -> None:
     """Compute the rest of the prompt, and end."""
-    while len(req.prefix_indices) < len(PROMPT):  # type: ignore[attr-defined]
-        assert world.extend(req, len(PROMPT))  # type: ignore[arg-type]
+    while len(req.prefix_indices) < len(PROMPT):
+        assert world.extend(req, len(PROMPT))
         check(world)
-    world.finish(req)  # type: ignore[arg-type]
-    world.cache.release_prefetch(req.rid)  # type: ignore[attr-defined]
+    world.finish(req)
+    world.cache.release_prefetch(req.rid)
     check_at_rest(world)
 
 
@@ -58,7 +50,7 @@ def test_what_is_lost_between_look_up_and_read_shortens_the_hit_to_the_next_lega
     name: str, how: str, lost: list[tuple[ComponentKind, int]]
 ) -> None:
     settings = Settings(HYBRIDS[name])
-    world = HybridWorld(settings, shelves=stored_prompt(settings))
+    world = after_restart(settings, PROMPT)
     lost = [(kind, page) for kind, page in lost if kind in settings.mix.kinds]
     world.executor.auto = False
     req = world.arrive(PROMPT)
@@ -93,7 +85,7 @@ def test_a_fetch_takes_what_every_host_pool_has_room_for(
     kind: ComponentKind, num_free: int, border: int
 ) -> None:
     settings = Settings(ALL_KINDS)
-    world = HybridWorld(settings, shelves=stored_prompt(settings))
+    world = after_restart(settings, PROMPT)
     taken = _fill(world, kind, num_free)
     req = world.start(PROMPT)
     assert req.tiers is not None
