@@ -152,7 +152,7 @@ def test_a_step_makes_no_copy_of_the_pool(name: str, seqs: int, rows: int) -> No
         angles = jax.ShapeDtypeStruct((seqs * rows, 8), np.float32)
         hidden = jax.ShapeDtypeStruct((seqs * rows, config.hidden_size), np.float32)
         states = jax.ShapeDtypeStruct((seqs,), np.int32)
-        meta = TileMeta(ids, ids, table, count, states, angles, angles)  # type: ignore[arg-type]
+        meta = TileMeta(ids, ids, table, count, states, states, angles, angles)  # type: ignore[arg-type]
         memory = layer.lower(params.layers[0], kv, hidden, meta).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= kv.nbytes
         return int(memory.temp_size_in_bytes)
