@@ -2,8 +2,10 @@
 
 The engine has three kinds of processes, and this package is in each of them:
 
-    launching process   `server` or `engine` start it, `server_args` reads the flags, `tokenizer_manager` answers
-    scheduler           `scheduler_process` puts `scheduler` and `prefill_adder` in, `cache_builder` builds the cache
+    launching process   `server` or `engine` start it, `server_args` reads the flags, `tokenizer_manager` answers,
+                        `control_routes` are what HTTP has beside the engine's own
+    scheduler           `scheduler_process` puts `scheduler` and `prefill_adder` in, `cache_builder` builds the cache,
+                        `cache_control` does what is asked of it meanwhile
     detokenizer         passes `cached_tokens` on
 
 `installation` names what is replaced, `seams` checks first that it looks as it did in the engine this was tested with.

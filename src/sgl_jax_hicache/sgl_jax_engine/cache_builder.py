@@ -41,12 +41,15 @@ class CacheBuilder:
 
     def _build(self, *, server_args: HiCacheServerArgs, **engine_objects: Any) -> UnifiedRadixCache:
         config = server_args.hicache
-        identity = ModelIdentity(str(server_args.model_path), "")
-        if config.has_storage:
+
+        def identify() -> ModelIdentity:
+            """A pass over the weights, which takes seconds: only if there is storage to name pages in."""
             identity = model_identity(server_args, engine_objects["model_config"], self._model)
             logger.info(
                 "HiCache: pages of %s, version %s", identity.model_id, identity.model_version
             )
+            return identity
+
         rows = engine_objects["req_to_token_pool"]
         recurrent = engine_objects["is_hybrid_recurrent"]
         if recurrent and not rows.enable_recurrent_extra_buffer:
@@ -66,7 +69,7 @@ class CacheBuilder:
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=engine_objects["token_to_kv_pool_allocator"],
             page_size=engine_objects["page_size"],
-            model_identity=identity,
+            model_identity=identify,
             sliding_window_size=engine_objects["sliding_window_size"],
             recurrent_state_pool=rows.recurrent_state_pool if recurrent else None,
             dp_size=server_args.dp_size,

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sgl_jax.srt.managers import scheduler as engine_scheduler
@@ -21,6 +21,7 @@ from sgl_jax.srt.mem_cache.hicache.tree_types import MatchPrefixParams, RadixKey
 from sgl_jax.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .cache_builder import CacheBuilder
+from .cache_control import STATE_KEY, CacheCommand, CacheControl
 from .cached_tokens import CachedTokens
 from .prefill_adder import request_name
 from .replacing import replaced
@@ -49,6 +50,7 @@ class HiCacheScheduler(Scheduler):
         self._asked_storage: set[str] = set()
         self._prompt_tokens: Counter[str] = Counter()
         self._switch = StopSwitch()
+        self._control: CacheControl | None = None
         super().__init__(*args, **kwargs)
         # From here on the loop will see the switch; before, a signal ends the process as it always did.
         if threading.current_thread() is threading.main_thread() and not (
@@ -184,6 +186,25 @@ class HiCacheScheduler(Scheduler):
             logger.warning("HiCache: not everything reached storage before the flush")
         flushed: tuple[bool, str, int] = super().flush_cache()
         return flushed
+
+    def set_internal_state(self, recv_req: Any) -> Any:
+        """A command for the cache, or what the engine knows."""
+        command = recv_req.state_data.get(STATE_KEY)
+        if not isinstance(command, CacheCommand):
+            return super().set_internal_state(recv_req)
+        control = self._control
+        if control is None:
+            control = self._control = CacheControl(
+                self.tree_cache, self.nnodes, self._flush_without_storing
+            )
+        output = super().set_internal_state(replace(recv_req, state_data={}))
+        # As it is: the launching process, which waits for it, reads this.
+        output.cache_answer = control.answer(command)
+        return output
+
+    def _flush_without_storing(self) -> str | None:
+        flushed, reason, _ = super().flush_cache()
+        return None if flushed else reason
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """With the prompt tokens of ended requests by tier."""

@@ -87,6 +87,15 @@ LAUNCHING_SEAMS: tuple[Seam, ...] = (
         ("server_args", "pipe_finish_writer", "launch_callback"),
         ("_launch_subprocesses_or_threads",),
     ),
+    Seam("sgl_jax.srt.entrypoints.http_server", "flush_cache", (), ("_global_state",)),
+    Seam(
+        _TOKENIZER,
+        "TokenizerManager.set_internal_state",
+        ("self", "obj"),
+        ("set_internal_state_communicator",),
+    ),
+    Seam(_TOKENIZER, "TokenizerManager.generate_request", None),
+    Seam("sgl_jax.srt.managers.io_struct", "SetInternalStateReq", ("request_id", "state_data")),
     Seam(_TOKENIZER, "TokenizerManager._wait_one_response", ("self", "obj", "state", "request")),
     Seam(
         _TOKENIZER,
@@ -199,6 +208,7 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
     Seam(_SCHEDULER, "Scheduler.check_tree_cache", ("self",), ("sanity_check",)),
     Seam(_SCHEDULER, "Scheduler.flush_cache", ("self",), ("tree_cache", "reset")),
     Seam(_SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
+    Seam(_SCHEDULER, "Scheduler.set_internal_state", ("self", "recv_req"), ("state_data",)),
     Seam(
         _SCHEDULER,
         "Scheduler.stream_output_generation",

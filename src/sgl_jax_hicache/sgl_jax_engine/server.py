@@ -43,11 +43,17 @@ def _serve(argv: list[str]) -> int:
     from sgl_jax.srt.entrypoints import http_server
     from sgl_jax.srt.utils import kill_process_tree
 
+    from .control_routes import add_control_routes
     from .orderly_end import stop_schedulers, wait_for_schedulers_at_sigterm
 
     if server_args.node_rank > 0:
         # This process only waits; when all end is rank 0's to say.
         wait_for_schedulers_at_sigterm()
+    add_control_routes(
+        http_server.app,
+        lambda: http_server._global_state.tokenizer_manager,
+        has_key=bool(server_args.api_key),
+    )
     try:
         http_server.launch(server_args)
         return 0 if stop_schedulers() else 1

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import psutil
 
+from sgl_jax.srt.managers.io_struct import GenerateReqInput, SetInternalStateReq
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.utils import get_bool_env_var, kill_process_tree
+from sgl_jax_hicache.engine.http_server.schema import WarmUpBody
 
+from .cache_control import STATE_KEY, CacheAnswer, CacheCommand
 from .cached_tokens import CachedTokens
 from .orderly_end import stop_schedulers
 
@@ -33,6 +37,28 @@ class HiCacheTokenizerManager(TokenizerManager):
             async for answer in answers:
                 _tell_tiers(answer["meta_info"])
                 yield answer
+
+    async def control_cache(self, command: CacheCommand) -> CacheAnswer:
+        """Ask the scheduler; see `cache_control`."""
+        state_data = {STATE_KEY: command}
+        output = await self.set_internal_state(
+            SetInternalStateReq(request_id=secrets.token_hex(8), state_data=state_data)
+        )
+        answer = getattr(output, "cache_answer", None)
+        if not isinstance(answer, CacheAnswer):
+            return CacheAnswer(500, message=output.error_msg or "the scheduler gave no answer")
+        return answer
+
+    async def compute(self, body: WarmUpBody, request: Any) -> list[dict[str, Any]]:
+        """Prefill these prompts; the `meta_info` of each. Raises ValueError for what cannot be served."""
+        asked = GenerateReqInput(
+            text=body.text,
+            input_ids=body.input_ids,
+            extra_key=body.extra_key,
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        )
+        found = await anext(self.generate_request(asked, request))
+        return [one["meta_info"] for one in (found if isinstance(found, list) else [found])]
 
     async def sigterm_watchdog(self) -> None:
         """Started with the first request. At SIGTERM: answer what was asked, bring pages to storage, end with 0."""

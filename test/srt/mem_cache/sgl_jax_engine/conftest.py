@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from engine_runs import CPU_ENGINE, TINY_ON_CPU, EngineRuns
 from tiny_qwen3 import write_model
 
 from sgl_jax_hicache import overlay
+
+sys.path.append(str(Path(__file__).parents[1] / "tree"))  # its world, for what needs no engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
