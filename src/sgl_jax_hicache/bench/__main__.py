@@ -22,6 +22,7 @@ BENCHMARKS = {
     "ttft": "time to the first token: computed, from L2, from L3",
     "scaling": "what an operation costs with 1, 10 and 100 times as much in each level",
     "step_profile": "what the cache costs of a scheduler step at 64 requests, by call",
+    "prefetch": "waiting for files by policy, on simulated disks of several speeds",
     "decode_overhead": "the decode step with the cache on and off",
     "hybrid": "models with sliding windows and recurrent states: hits by ratio and interval, TTFT",
 }

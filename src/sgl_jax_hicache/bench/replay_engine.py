@@ -7,7 +7,7 @@ read back from the device buffer and compared, so a hit is only a hit if the con
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from sgl_jax.srt.mem_cache.hicache.async_impl import TransferExecutor
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity, build_unified_radix_cache
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig
 from sgl_jax.srt.mem_cache.hicache.storage.registry import STORAGE_FACTORIES, StorageFactory
@@ -112,6 +113,8 @@ class ReplayEngine:
         storage_factories: Mapping[str, StorageFactory] = STORAGE_FACTORIES,
         token_lists: bool = False,
         precompile: bool = True,
+        executor: TransferExecutor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token_lists = token_lists
         self._pool = BlockPool(l1_blocks)
@@ -125,6 +128,8 @@ class ReplayEngine:
             page_size=BLOCK_TOKENS,
             model_identity=ModelIdentity("replay", "0"),
             storage_factories=storage_factories,
+            executor=executor,
+            clock=clock,
         )
         if precompile:
             self.cache.precompile_hicache_transfers()
@@ -135,16 +140,30 @@ class ReplayEngine:
         watch = _Stopwatch()
         rid = str(self._num_served)
         self._num_served += 1
-        key = RadixKey(self._tokens(request))
+        key = self.key_of(request)
         with watch.phase("prefetch"):
             self.cache.start_prefetch(rid, key)
         waited_s = self._wait_for_prefetch(rid, watch)
+        tiers = self._serve_admitted(rid, request, key, watch)
+        waited_s += self._settle(watch)
+        return Served(len(request.hash_ids), tiers, watch.phases, watch.cpu_s, waited_s)
+
+    def key_of(self, request: TraceRequest) -> RadixKey:
+        """The request's prompt."""
+        return RadixKey(self._tokens(request))
+
+    def compute(self, rid: str, request: TraceRequest, key: RadixKey) -> TierTokens:
+        """One prompt whose prefetch `rid` was started and is waited for no longer. Raises ReplayError."""
+        return self._serve_admitted(rid, request, key, _Stopwatch())
+
+    def _serve_admitted(
+        self, rid: str, request: TraceRequest, key: RadixKey, watch: _Stopwatch
+    ) -> TierTokens:
         prefix, device_len = self._admit(key, watch)
         tiers = self.cache.tier_tokens(rid, len(key), device_len, len(prefix[0]))
         self.cache.release_prefetch(rid)
         self._finish(request, key, prefix, watch)
-        waited_s += self._settle(watch)
-        return Served(len(request.hash_ids), tiers, watch.phases, watch.cpu_s, waited_s)
+        return tiers
 
     def close(self) -> None:
         """Stop the cache's workers. Raises ReplayError if they hang."""
