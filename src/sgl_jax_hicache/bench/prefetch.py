@@ -254,6 +254,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compute-rate", type=float, default=8_000.0, metavar="TOKENS/S")
     parser.add_argument(
+        "--spread", type=float, default=10.0, help="times between requests, of those in the trace"
+    )
+    parser.add_argument(
         "--token-bytes", type=int, default=147_456, help="KV of one token (default: 8B, bfloat16)"
     )
     parser.add_argument("--deadline-s", type=float, default=5.0, help="of the policies that wait")
@@ -262,10 +265,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Every policy on every disk. Raises ArgumentTypeError for a wrong option or trace."""
-    if min(args.read_rates) <= 0 or args.compute_rate <= 0 or args.token_bytes < 1:
-        raise argparse.ArgumentTypeError("rates and --token-bytes must be greater than 0")
+    if min(*args.read_rates, args.compute_rate, args.spread, args.token_bytes) <= 0:
+        raise argparse.ArgumentTypeError("rates, --spread and --token-bytes must be greater than 0")
     try:
-        requests = read_trace(args.trace)[: args.requests]
+        requests = [
+            TraceRequest(round(request.arrival_ms * args.spread), request.hash_ids)
+            for request in read_trace(args.trace)[: args.requests]
+        ]
         return [
             _record(setting, simulate(setting, requests), len(requests))
             for read_gb_s in args.read_rates
