@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .record import Record, short
+from .record import RUN, Record, short
 
 Rows = list[tuple[str, ...]]
 Answer = tuple[str, tuple[str, ...], Rows]
@@ -46,7 +46,7 @@ def _compared(
     for record in records:
         direction, _, part = record.name.removeprefix("transfer ").partition(", ")
         if record.name.startswith("transfer ") and direction in _DIRECTIONS:
-            if part and not engine:
+            if (part and not engine) or record.params[RUN].get("environment"):
                 continue
             others = {k: str(record.params[k]) for k in ("pages", "scheme", "executor")}
             value = others.pop(parameter)

@@ -77,8 +77,11 @@ def replayed(l1: int, l2: int, l3: str, hit: int) -> Record:
     )
 
 
-def transferred(scheme: str, executor: str, ratio: float) -> Record:
-    params = {"pages": "8x16KB-f32", "scheme": scheme, "executor": executor, "run": RUN}
+def transferred(
+    scheme: str, executor: str, ratio: float, environment: dict[str, str] | None = None
+) -> Record:
+    run = {**RUN, "environment": environment or {}}
+    params = {"pages": "8x16KB-f32", "scheme": scheme, "executor": executor, "run": run}
     return Record("transfer backup", ratio, "GB/s", 1.0, params=params)
 
 
@@ -93,6 +96,7 @@ def test_the_report_shows_targets_figures_and_plots(tmp_path: Path) -> None:
         transferred("per_block", "threadpool", 0.4),
         transferred("slab", "threadpool", 0.2),
         transferred("per_block", "future", 0.5),
+        transferred("per_block", "threadpool", 0.9, {"GLIBC_TUNABLES": "other"}),
         Record(
             "replay L3 blocks kept",
             200.0,
