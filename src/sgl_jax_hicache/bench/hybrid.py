@@ -19,10 +19,12 @@ from pathlib import Path
 from .hybrid_hits import (
     BOUNDS,
     BY_INTERVAL,
+    CAPACITY,
     HITS,
     UNBOUNDED,
     HitBench,
     Plan,
+    capacity_records,
     every_nth_conversation,
     unbounded_records,
 )
@@ -45,7 +47,7 @@ L1_BLOCKS, L3_BLOCKS = 1_000, 10_000
 L3 twice as much as L1."""
 
 PARTS = {
-    "unbounded": (UNBOUNDED,),
+    "unbounded": (UNBOUNDED, CAPACITY),
     "hits": (HITS,),
     "intervals": (BY_INTERVAL,),
     "ttft": (TTFT, TTFT_AGAIN),
@@ -151,6 +153,7 @@ def _replayed(args: argparse.Namespace, parts: Sequence[str]) -> list[Record]:
     records: list[Record] = []
     if "unbounded" in parts:
         records += unbounded_records(requests, args.intervals)
+        records += capacity_records(HYBRIDS, args.intervals, args.page_size)
     for l3 in args.l3:
         bench = HitBench(requests, _plan(args, requests, l3))
         if "hits" in parts:

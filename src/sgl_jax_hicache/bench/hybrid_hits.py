@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .hybrid_models import FULL, HybridModel
+from .hybrid_pools import chosen_interval, tokens_in_same_bytes
 from .hybrid_replay import Memory, Replayed, replay_hybrid
 from .record import Record
 from .trace import BLOCK_TOKENS, TraceRequest
 
 HITS, BY_INTERVAL = "hybrid hit tokens", "hybrid hit tokens by interval"
 UNBOUNDED = "hybrid hit tokens, memory without bounds"
+CAPACITY = "hybrid tokens in the same bytes"
 
 INTERVALS_RATIO = 2.0
 """The ratio with which intervals are compared."""
@@ -77,6 +79,18 @@ def _reusable_tokens(requests: Sequence[TraceRequest]) -> Iterator[int]:
         reused = next((i for i, block in enumerate(ids) if block not in seen), len(ids) - 1)
         seen.update(ids)
         yield min(reused, len(ids) - 1) * BLOCK_TOKENS
+
+
+def capacity_records(
+    models: Sequence[HybridModel], intervals: Sequence[int], page_size: int
+) -> Iterator[Record]:
+    """Tokens that the same host memory keeps, in units of those of a model whose layers are all full. Computed."""
+    for model in models:
+        chosen = chosen_interval(model, page_size)
+        for interval in dict.fromkeys((*intervals, chosen)):
+            params = {"model": model.name, "interval": interval, "chosen": interval == chosen}
+            kept = tokens_in_same_bytes(model, page_size, interval)
+            yield Record(CAPACITY, kept, "x full", params={**params, "page_size": page_size})
 
 
 class HitBench:

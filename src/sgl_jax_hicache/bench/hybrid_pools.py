@@ -90,6 +90,14 @@ def chosen_interval(model: HybridModel, page_size: int) -> int:
     return choose_interval(layouts_of(model, page_size), page_size, window_pages(model, page_size))
 
 
+def tokens_in_same_bytes(model: HybridModel, page_size: int, interval: int) -> float:
+    """Tokens that host memory keeps, with their windows and states, for one that it would keep if all layers were
+    full."""
+    points = Checkpoints(page_size, window_pages(model, page_size), interval)
+    unit = unit_bytes(layouts_of(model, page_size), points)
+    return WORD_BYTES * model.words(page_size).all_full / unit
+
+
 def device_sizes(
     model: HybridModel, page_size: int, chunk_tokens: int, num_bytes: int
 ) -> DeviceSizes:

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .hybrid_hits import BY_INTERVAL, HITS, UNBOUNDED
+from .hybrid_hits import BY_INTERVAL, CAPACITY, HITS, UNBOUNDED
 from .hybrid_models import HYBRIDS
 from .hybrid_ttft import TTFT, TTFT_AGAIN
 from .record import RUN, Record, short
@@ -46,6 +46,9 @@ def markdown(records: Sequence[Record], pictures: Iterable[str]) -> str:
     unbounded = _of(records, UNBOUNDED)
     if unbounded:
         parts += ["## What the interval costs alone", _ABOUT_UNBOUNDED, _unbounded_table(unbounded)]
+    capacities = _of(records, CAPACITY)
+    if capacities:
+        parts += ["## Tokens in the same bytes", _ABOUT_CAPACITY, _capacity_table(capacities)]
     for sizes in dict.fromkeys(map(_below, _of(records, HITS))):
         own = [r for r in _of(records, HITS) if _below(r) == sizes]
         parts += [f"## Hit tokens against --hicache-ratio, {_below(own[0])}", _hit_table(own)]
@@ -75,6 +78,11 @@ _ABOUT_UNBOUNDED = (
     "Counted, not replayed: a cache that forgets nothing, and prompts that resume at multiples of the interval only,\n"
     "as with recurrent states. Where memory is short, a longer interval leaves room for more prompts, and costs less\n"
     "than this."
+)
+
+_ABOUT_CAPACITY = (
+    "Computed from the bytes of a Full page, a window and a state: how many tokens L2 keeps, all that they need\n"
+    "included, for one token of a model of the same depth whose layers are all full."
 )
 
 _ABOUT_TTFT = (
@@ -194,6 +202,17 @@ def _unbounded_table(records: Sequence[Record]) -> str:
         for r in records
     ]
     return _table(("requests", "interval", "% hit", "x every block"), rows)
+
+
+def _capacity_table(records: Sequence[Record]) -> str:
+    intervals = sorted({r.params["interval"] for r in records})
+    kept = {(r.params["model"], r.params["interval"]): f"{r.value:.2f}" for r in records}
+    chosen = {r.params["model"]: r.params["interval"] for r in records if r.params["chosen"]}
+    rows = [
+        (model, *(kept.get((model, interval), "") for interval in intervals), f"{own:,}")
+        for model, own in chosen.items()
+    ]
+    return _table(("x full; kind", *(f"{i:,}" for i in intervals), "chosen"), rows)
 
 
 def _interval_table(records: Sequence[Record]) -> str:

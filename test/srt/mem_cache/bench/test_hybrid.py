@@ -24,6 +24,7 @@ from sgl_jax_hicache.bench.hybrid_pools import (
     chosen_interval,
     device_sizes,
     layouts_of,
+    tokens_in_same_bytes,
     window_pages,
 )
 from sgl_jax_hicache.bench.hybrid_replay import HybridEngine, Memory, replay_hybrid
@@ -101,6 +102,15 @@ def test_the_published_numbers() -> None:
     kimi = next(model for model in HYBRIDS if "KDA" in model.name)
     assert kimi.full_layers * kimi.full_token_bytes == 7 * 576 * 2
     assert all(model.about for model in HYBRIDS)
+
+
+def test_tokens_in_the_same_bytes() -> None:
+    """Of ALL a page of 512 tokens takes 1 x 64 x 512 bytes full and as much sliding; if all layers were full 4 times
+    that. At 4,096 tokens, 2 of 8 pages lie in windows, and 2 x 40,000 bytes of states come with them, a quarter more
+    of both."""
+    full_page = 64 * 512
+    expected = 4 * full_page / (full_page + 1.25 * (2 * full_page + 2 * 40_000) / 8)
+    assert tokens_in_same_bytes(ALL, 512, 4096) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("model", KINDS, ids=lambda model: model.name)
