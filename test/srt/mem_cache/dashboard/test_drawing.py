@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -87,6 +90,42 @@ def test_panels_without_values_and_with_zeros_are_drawn(tmp_path: Path) -> None:
     zero, none = ({"x": Series({}, [1_000.0], [value])} for value in (0.0, math.nan))
     draw(Dashboard("t", panels), [{}, {}, zero, none], WINDOW, tmp_path / "small.png")
     assert (tmp_path / "small.png").exists()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A Prometheus with one value, whatever it is asked."""
+
+    def do_GET(self) -> None:
+        result = [{"metric": {"tier": "host"}, "values": [[1_600.0, "1"]], "value": [1_600.0, "1"]}]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": {"result": result}}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+
+def test_the_command_draws_a_file(tmp_path: Path) -> None:
+    model = json.loads(FILE.read_text(encoding="utf-8"))
+    model["panels"] = model["panels"][:2]
+    dashboard = tmp_path / "two_panels.json"
+    dashboard.write_text(json.dumps(model))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        argv = [
+            "--prometheus",
+            f"http://127.0.0.1:{server.server_port}",
+            "--end",
+            "1600",
+            "--minutes",
+            "10",
+        ]
+        status = main([*argv, "--dashboard", str(dashboard), "--output", str(tmp_path / "x.png")])
+        server.shutdown()
+        thread.join()
+    assert status == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_prometheus_that_is_not_there_is_one_line(
