@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -252,6 +253,18 @@ class History(RuleBasedStateMachine):
             shelf.delete([key])
         elif what in ("refuse_sets", "raises"):
             setattr(shelf, what, True)
+
+    @precondition(lambda self: self.world.tree.has_tiers)
+    @rule(which=st.sampled_from(["storage", "nothing", "nothing"]))
+    def come_or_go(self, which: str) -> None:
+        """Storage is detached, or attached (again), whatever is under way."""
+        cache = self.world.cache
+        if which == "nothing":
+            return
+        if self.world.tree.has_storage:
+            cache.detach_storage()
+        else:
+            cache.attach_storage(cache.open_storage(Path("shelves")))
 
     # -- the end, and a new beginning --------------------------------------------------------------------------------
 
