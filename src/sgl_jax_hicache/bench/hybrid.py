@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .hybrid_hits import (
@@ -31,7 +31,7 @@ from .hybrid_hits import (
 from .hybrid_models import HYBRIDS
 from .hybrid_report import write_hybrid_report
 from .hybrid_ttft import TTFT, TTFT_AGAIN, Visits, keep_compiled, ttft_records
-from .record import Record, read_json, write_json
+from .record import RUN, Record, read_json, write_json
 from .replay import FULL_TRACE_BLOCKS
 from .replay_engine import ReplayError
 from .trace import DEFAULT_TRACE, TraceError, TraceRequest, read_trace
@@ -133,10 +133,18 @@ def write_report(args: argparse.Namespace, records: Sequence[Record]) -> None:
     """hybrid_bench.md, its pictures and its records, if a folder was named."""
     if args.output_dir is not None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
+        records = list(map(_without_path, records))
         written = write_hybrid_report(records, args.output_dir)
         written.append(args.output_dir / "hybrid_bench.json")
         write_json(records, written[-1])
         print(f"Written: {', '.join(map(str, written))}")
+
+
+def _without_path(record: Record) -> Record:
+    """Where the records were written is nothing that a reader could use."""
+    run = record.params[RUN]
+    command = run["command"].partition(" --json ")[0].partition(" --output-dir ")[0]
+    return replace(record, params={**record.params, RUN: {**run, "command": command}})
 
 
 def _parts(args: argparse.Namespace) -> tuple[str, ...]:
