@@ -367,6 +367,18 @@ def test_a_damaged_ledger_is_counted_anew(tmp_path: Path, content: bytes) -> Non
         assert pages_below(tmp_path) <= 6
 
 
+def test_a_neighbour_that_hangs_with_the_ledger_does_not_keep_a_storage_open(
+    tmp_path: Path,
+) -> None:
+    storage, ledger = open_bounded(tmp_path, 64), UsageLedger(tmp_path, "org%2Fmodel")
+    assert store(storage, make_keys(1)) == [True]
+    closing = threading.Thread(target=storage.close, daemon=True)
+    with ledger.locked():
+        closing.start()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+
+
 @pytest.mark.parametrize("kind", ["folder", "symlink", "fifo"])
 def test_a_ledger_that_is_no_file_stops_writing_and_not_reading(tmp_path: Path, kind: str) -> None:
     """Writing without it could fill the disk."""

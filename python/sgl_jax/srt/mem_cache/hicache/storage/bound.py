@@ -40,6 +40,10 @@ COUNTED_SHARE = 8
 """After one part in so many of the bound was written, the folder is counted even if there seems to be room: others may
 write to it without a bound, or a person may have removed pages."""
 
+CLOSE_WAIT_S = 1.0
+"""A neighbour that hangs while it has the ledger must not keep a server from ending. What is not given back then, is
+taken back when this process is dead."""
+
 
 class BoundReachedError(OSError):
     """There is no room below the bound, and nothing that can go."""
@@ -158,7 +162,7 @@ class KeptBound(FolderBound):
     def close(self) -> None:
         """See `FolderBound.close`. Never raises."""
         with self._lock:
-            self._give_back()
+            self._give_back(wait_s=CLOSE_WAIT_S)
 
     # -- with the lock held -----------------------------------------------------------------------
 
@@ -184,10 +188,10 @@ class KeptBound(FolderBound):
             )
         self._is_short = False
 
-    def _give_back(self) -> None:
-        """Settle, and keep no promise; a ledger that cannot be written learns of it later."""
+    def _give_back(self, wait_s: float | None = None) -> None:
+        """Settle, and keep no promise; a ledger that cannot be written, or be had in time, learns of it later."""
         try:
-            with self._ledger.locked(create=False) as usage:
+            with self._ledger.locked(create=False, wait_s=wait_s) as usage:
                 self._settle(usage)
                 usage.promised.pop(self._ledger.me, None)
                 self._left = 0

@@ -29,6 +29,7 @@ LEDGER_NAME = ".usage"
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MOST_BYTES = 1 << 20
+_LOCK_POLL_S = 0.01
 
 
 @dataclass
@@ -66,10 +67,11 @@ class UsageLedger:
         return f"{writer.host}.{writer.pid}.{writer.start}.{self._token}"
 
     @contextmanager
-    def locked(self, *, create: bool = True) -> Iterator[Usage]:
+    def locked(self, *, create: bool = True, wait_s: float | None = None) -> Iterator[Usage]:
         """What the ledger says, to be changed and written back at the end.
 
-        `create` makes ledger and folders if need be, else FileNotFoundError. Raises OSError.
+        `create` makes ledger and folders if need be, else FileNotFoundError. `wait_s`: how long another process may
+        keep it (None: as long as it likes), then BlockingIOError. Raises OSError.
         """
         with open_folder(self._root, self._names, create=create) as folder_fd:
             flags = _OPEN_FLAGS if create else _OPEN_FLAGS & ~os.O_CREAT
@@ -78,12 +80,27 @@ class UsageLedger:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(f"{LEDGER_NAME} in {self._root / self._names[0]} is no file")
                 os.fchmod(fd, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_EX)  # given back when the descriptor is closed
+                _lock(fd, wait_s)  # given back when the descriptor is closed
                 usage = _read(fd)
                 yield usage
                 _write(fd, usage)
             finally:
                 os.close(fd)
+
+
+def _lock(fd: int, wait_s: float | None) -> None:
+    if wait_s is None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                raise
+        time.sleep(_LOCK_POLL_S)
 
 
 def _parse(name: str) -> Writer | None:
