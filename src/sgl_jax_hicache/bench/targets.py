@@ -70,6 +70,7 @@ TARGETS: Sequence[Target] = (
     Target("replay hit rate", 1.0, where={"levels": "L1"}),
     Target("replay hit rate", 63.9, "value", where={"levels": "L1+L2+L3", "requests": 3993}),
     Target("replay engine thread per request", 1000.0, "value", at_least=False),
+    Target("hybrid hit tokens", 0.9),
     Target("host memory held", 0.9),
     Target("host memory held", 1.1, at_least=False),
 )
