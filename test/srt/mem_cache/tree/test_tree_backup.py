@@ -1,0 +1,84 @@
+"""Copies from the device to the host: nodes that are split, evicted or lost while theirs is under way."""
+
+from __future__ import annotations
+
+from tree_steps import evict_all, match_len, tokens
+from tree_world import ManualExecutor, World, stored_keys
+
+from sgl_jax.srt.mem_cache.hicache.config import StorageKind
+from sgl_jax.srt.mem_cache.hicache.tree_types import EvictParams
+
+
+def test_what_one_eviction_has_to_copy_is_one_transfer() -> None:
+    executor = ManualExecutor()
+    world = World(ratio=1.0, executor=executor)
+    prompts = [tokens(17, 100 * i) for i in range(1, 4)]
+    executor.fail_next += ["no luck"] * 3
+    for token_ids in prompts:
+        world.run(token_ids)
+        world.settle()
+    before = executor.device_jobs
+    world.cache.evict(EvictParams(world.num_tokens))
+    assert executor.device_jobs == before + 1
+    world.settle()
+    world.verify()
+    assert [world.run(token_ids).host for token_ids in prompts] == [16, 16, 16]
+    world.verify_at_rest()
+
+
+def test_a_node_split_while_its_backup_is_under_way_is_stored_whole() -> None:
+    executor = ManualExecutor(auto=False)
+    shelf: dict = {}
+    world = World(
+        page_size=1, device_pages=64, storage=StorageKind.FILE, shelf=shelf, executor=executor
+    )
+    world.run(tokens(40), prefetch=False)
+    assert executor.jobs
+    world.run([*tokens(39), *tokens(3, 900)], prefetch=False)
+    executor.run_all()
+    world.settle()
+    assert len(stored_keys(shelf)) == 43
+    world.verify_at_rest()
+
+
+def test_a_node_evicted_while_its_backup_is_under_way_is_a_host_hit_later() -> None:
+    executor = ManualExecutor(auto=False)
+    world = World(executor=executor)
+    world.run(tokens(33))
+    world.cache.evict(EvictParams(world.num_tokens))
+    assert match_len(world, tokens(33)) == (0, 0)
+    world.verify()
+    executor.run_all()
+    world.cache.check_hicache_events()
+    assert match_len(world, tokens(33)) == (0, 32)
+    world.verify_at_rest()
+
+
+def test_a_backup_that_fails_leaves_the_node_on_the_device_only() -> None:
+    executor = ManualExecutor(auto=False)
+    world = World(executor=executor)
+    world.run(tokens(33))
+    executor.fail_next.append("the copy failed")
+    executor.run_all()
+    world.cache.check_hicache_events()
+    assert match_len(world, tokens(33)) == (32, 0)
+    assert world.host_pool.num_free == world.host_pool.num_pages
+    world.run(tokens(33))
+    executor.run_all()
+    world.cache.check_hicache_events()
+    evict_all(world)
+    assert match_len(world, tokens(33)) == (0, 32)
+    world.verify_at_rest()
+
+
+def test_a_backup_that_fails_after_the_device_was_evicted_loses_the_subtree() -> None:
+    executor = ManualExecutor(auto=False)
+    world = World(executor=executor)
+    world.run(tokens(17))
+    world.run(tokens(33))
+    world.cache.evict(EvictParams(world.num_tokens))
+    executor.fail_next.append("the copy failed")
+    executor.run_all()
+    world.cache.check_hicache_events()
+    assert world.tree.tree.num_nodes == 0
+    world.verify_at_rest()
