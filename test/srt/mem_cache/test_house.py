@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,3 +275,17 @@ def test_no_document_has_a_placeholder() -> None:
     assert len(documents) > 1
     left = [path.name for path in documents if "PLACEHOLDER" in path.read_text(encoding="utf-8")]
     assert not left, left
+
+
+def modules_of_one_name(folder: Path) -> list[str]:
+    """File names that more than one module of the tests has: pytest imports them by that name alone."""
+    names = Counter(path.name for path in folder.rglob("*.py") if path.name != "conftest.py")
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def test_no_two_test_modules_have_one_name(tmp_path: Path) -> None:
+    assert modules_of_one_name(Path(__file__).parent) == []
+    for path in (tmp_path / "test_a.py", tmp_path / "b" / "test_a.py", tmp_path / "b" / "c.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert modules_of_one_name(tmp_path) == ["test_a.py"]
