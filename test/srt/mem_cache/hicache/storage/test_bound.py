@@ -20,6 +20,7 @@ import pytest
 from storage_kit import SPACE, WAIT_S, FailingOps, GatedOps, make_keys, make_links, make_page
 
 from sgl_jax.srt.mem_cache.hicache.errors import HiCacheConfigError
+from sgl_jax.srt.mem_cache.hicache.storage import bound
 from sgl_jax.srt.mem_cache.hicache.storage.file_ops import FileOps
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.page_file import PageFileFormat
@@ -367,16 +368,28 @@ def test_a_damaged_ledger_is_counted_anew(tmp_path: Path, content: bytes) -> Non
         assert pages_below(tmp_path) <= 6
 
 
-def test_a_neighbour_that_hangs_with_the_ledger_does_not_keep_a_storage_open(
-    tmp_path: Path,
+def test_a_neighbour_that_hangs_with_the_ledger_keeps_nobody_from_starting_or_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage, ledger = open_bounded(tmp_path, 64), UsageLedger(tmp_path, "org%2Fmodel")
-    assert store(storage, make_keys(1)) == [True]
-    closing = threading.Thread(target=storage.close, daemon=True)
-    with ledger.locked():
-        closing.start()
-        closing.join(WAIT_S)
-        assert not closing.is_alive()
+    monkeypatch.setattr(bound, "START_WAIT_S", 0.1)
+    monkeypatch.setattr(bound, "CLOSE_WAIT_S", 0.1)
+    assert store(open_bounded(tmp_path, 4), make_keys(4)) == [True] * 4
+
+    def start_and_end() -> None:
+        storage = open_bounded(tmp_path, 2)
+        np.testing.assert_array_equal(storage.get(make_keys(1))[0], PAGE)
+        storage.close()
+
+    thread = threading.Thread(target=start_and_end, daemon=True)
+    with UsageLedger(tmp_path, "org%2Fmodel").locked():
+        thread.start()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert "cannot be counted" in caplog.text
+        late = open_bounded(tmp_path, 2)
+    assert pages_below(tmp_path) == 4
+    assert store(late, make_keys(1, 1000)) == [True]
+    assert pages_below(tmp_path) <= 2
 
 
 @pytest.mark.parametrize("kind", ["folder", "symlink", "fifo"])

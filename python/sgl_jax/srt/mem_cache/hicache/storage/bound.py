@@ -40,9 +40,10 @@ COUNTED_SHARE = 8
 """After one part in so many of the bound was written, the folder is counted even if there seems to be room: others may
 write to it without a bound, or a person may have removed pages."""
 
+START_WAIT_S = 10.0
 CLOSE_WAIT_S = 1.0
-"""A neighbour that hangs while it has the ledger must not keep a server from ending. What is not given back then, is
-taken back when this process is dead."""
+"""A neighbour that hangs while it has the ledger must keep a server neither from starting nor from ending. What is not
+counted then, is counted before the first write; what is not given back, is taken back when this process is dead."""
 
 
 class BoundReachedError(OSError):
@@ -273,7 +274,7 @@ class KeptBound(FolderBound):
         if not os.path.lexists(folder):
             return
         try:
-            with self._lock, self._ledger.locked() as usage:
+            with self._lock, self._ledger.locked(wait_s=START_WAIT_S) as usage:
                 self._count(usage, free_bytes=0)
         except OSError as error:
             logger.warning("%s cannot be counted: %s", folder, error)
