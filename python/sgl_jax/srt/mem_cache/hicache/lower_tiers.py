@@ -7,6 +7,7 @@ nodes changed. Scheduler thread only; nothing here blocks except `wait_loads`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from .tree_node import TreeNode
 from .types import ComponentKind, LookupResult, Tier, TransferKind, TransferResult
 
 Int32Array = npt.NDArray[np.int32]
+
+logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 30.0
 """A load that takes longer is given up and its request recomputes; far above any healthy transfer."""
@@ -217,6 +220,7 @@ class LowerTiers:
     def attach_storage(self, mount: StorageMount) -> None:
         """L3 is there from now on. Raises StorageAttachError if there is one already."""
         self.controller.attach_storage(mount)
+        logger.info("HiCache: L3 storage %s is attached", mount.path)
         self._metrics.storage_attached(self.controller.storage_stats())
         self.report()
 
@@ -227,6 +231,7 @@ class LowerTiers:
         for component in self._components.values():
             component.host.forget_storage()
         self._metrics.storage_detached()
+        logger.info("HiCache: L3 storage %s is detached", detached.mount.path)
         return detached
 
     # -- load --------------------------------------------------------------------------------------------------------
