@@ -35,6 +35,8 @@ pytestmark = pytest.mark.skipif(
 
 TOLERANCE = 1e-5
 DECODED_TOLERANCE = 1e-4
+# A decode step takes the last inputs of its convolutions from the state, where they are bfloat16 otherwise.
+FLOAT32_CONV_STATES = ("SGLANG_JAX_CONV_STATE_DTYPE", "float32")
 RANK_TOKENS = 1024
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -168,9 +170,10 @@ def test_page_sizes(tmp_path: Path, name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_retracted_and_aborted(tmp_path: Path, name: str) -> None:
+def test_retracted_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A device too small for what was admitted: some are retracted and go on later. Then all of them are aborted, some
     while they wait. Neither changes an answer, nor leaves a slot behind (the engine would end itself when idle)."""
+    monkeypatch.setenv(*FLOAT32_CONV_STATES)
     trial = Trial(name, tmp_path, "one", page_size=16)
     prompts = [prompt(30 + i, 100 + i) for i in range(6)]
     alone = [ask_until_eos(each, max_new_tokens=60) for each in prompts]
@@ -203,8 +206,7 @@ def test_an_answer_leaves_checkpoints_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reused_len: int, overlap: bool
 ) -> None:
     """A prompt that leaves an earlier answer in its middle goes on from the last border before, not from the prompt."""
-    # A decode step takes the last inputs of its convolutions from the state, where they are bfloat16 otherwise.
-    monkeypatch.setenv("SGLANG_JAX_CONV_STATE_DTYPE", "float32")
+    monkeypatch.setenv(*FLOAT32_CONV_STATES)
     trial = Trial(name, tmp_path, "one", page_size=16)
     asked = prompt(1, 200)
     ((answer,),) = trial.run(ask(asked, max_new_tokens=150), SHUTDOWN, overlap=overlap)
