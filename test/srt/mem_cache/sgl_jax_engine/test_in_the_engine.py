@@ -2,7 +2,7 @@
 
 Slow: every run starts the engine. On a TPU VM, with a real model:
 
-    pytest -p no:anyio test/srt/mem_cache/sgl_jax_engine --sgl-jax-model-path Qwen/Qwen3-8B \
+    pytest -p no:anyio test/srt/mem_cache/sgl_jax_engine/test_in_the_engine.py --sgl-jax-model-path Qwen/Qwen3-8B \
         --sgl-jax-engine-args '{"tp_size": 4, "page_size": 128, "max_total_tokens": 8192}' --sgl-jax-tolerance 0.05
 """
 

@@ -1,7 +1,8 @@
 """Every kind of cache in the engine, from every tier, in every layout: what is reused is what was computed.
 
-One test a layout, three starts of the engine each. The scheduler is a thread of the driver here, which saves two of the
-engine's three processes their long import; `test_in_the_engine.py` has them as they are.
+One test a layout, three starts of the engine each: about five minutes on two busy cores, longer where states make XLA
+slow. The scheduler is a thread of the driver here, which saves two of the engine's three processes their long import;
+`test_in_the_engine.py` has them as they are.
 """
 
 from __future__ import annotations
@@ -86,11 +87,6 @@ class Trial:
         asked = (answer for answer in answers if isinstance(answer, Answer))
         return [list(islice(asked, count)) for count in counts]
 
-    @property
-    def log(self) -> str:
-        """What the last run printed."""
-        return self._runs.log
-
     def check(self, tier: str, answers: list[Answer], computed: list[Answer]) -> None:
         """All that can be reused came from `tier`, and the answers are those that were computed."""
         for answer, other in zip(answers, computed, strict=True):
@@ -170,15 +166,15 @@ def test_page_sizes(tmp_path: Path, name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_retracted_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A device too small for what was admitted: some are retracted and go on later. Then all of them are aborted, some
+def test_crowded_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A device too small for all that ask: some wait until others have ended. Then all of them are aborted, some
     while they wait. Neither changes an answer, nor leaves a slot behind (the engine would end itself when idle)."""
     monkeypatch.setenv(*FLOAT32_CONV_STATES)
     trial = Trial(name, tmp_path, "one", page_size=16)
     prompts = [prompt(30 + i, 100 + i) for i in range(6)]
     alone = [ask_until_eos(each, max_new_tokens=60) for each in prompts]
     together = ask_until_eos(*prompts, max_new_tokens=60)
-    *computed, retracted, after_abort, stored = trial.run(
+    *computed, crowded, after_abort, stored = trial.run(
         *alone,
         together,
         abort(*prompts, max_new_tokens=300),
@@ -190,8 +186,7 @@ def test_retracted_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         max_total_tokens=512,
         schedule_conservativeness=0.1,
     )
-    assert "Retract requests" in trial.log
-    for answers in (retracted, after_abort, stored):
+    for answers in (crowded, after_abort, stored):
         for answer, (other,) in zip(answers, computed, strict=True):
             same(answer, other, DECODED_TOLERANCE)
 
