@@ -157,6 +157,8 @@ def _replayed(args: argparse.Namespace, parts: Sequence[str]) -> list[Record]:
     every = SIZES[args.size].every if args.every is None else args.every
     if every < 1:
         raise argparse.ArgumentTypeError("--every must be at least 1")
+    if min(args.ratios) <= 0 or min((args.page_size, *args.intervals)) < 1:
+        raise argparse.ArgumentTypeError("--ratios, --intervals and --page-size must be above 0")
     requests = every_nth_conversation(read_trace(args.trace), every)[: args.requests]
     records: list[Record] = []
     if "unbounded" in parts:
@@ -178,8 +180,6 @@ def _plan(args: argparse.Namespace, requests: Sequence[TraceRequest], l3: str) -
     models = tuple(model for model in HYBRIDS if any(word in model.name for word in words))
     if not models:
         raise argparse.ArgumentTypeError(f"--models: none of {[m.name for m in HYBRIDS]}")
-    if min(args.ratios) <= 0 or min((args.page_size, *args.intervals)) < 1:
-        raise argparse.ArgumentTypeError("--ratios, --intervals and --page-size must be above 0")
     l1_blocks = args.l1_blocks or max(round(L1_BLOCKS * scale), 2 * longest)
     return Plan(
         l1_blocks,

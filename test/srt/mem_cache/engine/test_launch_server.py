@@ -37,7 +37,7 @@ def _check_log(lines: list[str]) -> None:
     log = "\n".join(lines)
     for said in (
         r"loading the weights of random:tiny-mha:0: \d+\.\d s",
-        r"HiCache is on: L2 host ",
+        r"HiCache is on: L2 host .*; L3 storage: file in .*, [1-9]\d* pages found, ",
         r"HiCache full: L1 device \d+ pages ",
         r"preparing the programs: \d+\.\d s",
         r"ready after \d+\.\d s",

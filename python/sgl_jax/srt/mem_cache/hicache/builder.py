@@ -233,7 +233,7 @@ def _open_below(
             config.host_scheme.value, host_pages[kind], layout, transfer.host_memory()
         )
         io[kind] = ComponentIO(transfer, host_pool)
-    _tell(config, device, host_pages, codec.page_size)
+    _tell(config, device, host_pages, codec.page_size, mount)
     keys = PathKeys(
         lambda extra_key: PageHasher(
             opener.namespaces[ComponentKind.FULL], extra_key, codec.token_bytes
@@ -247,9 +247,13 @@ def _tell(
     device: _Device,
     host_pages: Mapping[ComponentKind, int],
     page_size: int,
+    mount: StorageMount | None,
 ) -> None:
     """One line a level and component in the log."""
-    files = f"files in {config.storage_path}" if config.has_storage else "none"
+    files = "none"
+    if mount is not None:
+        num_found = mount.storages[ComponentKind.FULL].stats().pages_found
+        files = f"{_kind_of_storage(config)} in {mount.path}, {num_found} pages found"
     logger.info(
         "HiCache is on: L2 host %s, %s; L3 storage: %s, %s.",
         config.host_scheme.value,

@@ -97,7 +97,7 @@ class PageTransfer:
         if not isinstance(placement, HostDevice):
             for run in runs:
                 index = placement.index(rows[run], dp_rank)
-                pages.extend(placement.gather_program(len(index))(index, buffers))
+                pages.extend(placement.gather_program(run.stop - run.start)(index, buffers))
             return StagedPages(dp_rank, tuple(pages))
         blank, program = (
             self._hosts[dp_rank].blank_pages(len(rows)),

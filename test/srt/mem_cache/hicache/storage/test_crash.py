@@ -15,7 +15,7 @@ from storage_kit import SPACE, WAIT_S, make_keys, make_page
 
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.page_file import PageFileFormat
-from sgl_jax.srt.mem_cache.hicache.storage.sweep import sweep_stale_temps
+from sgl_jax.srt.mem_cache.hicache.storage.sweep import SweepResult, sweep_stale_temps
 from sgl_jax.srt.mem_cache.hicache.storage.temp_file import (
     FOREIGN_MAX_AGE_S,
     TempNames,
@@ -164,8 +164,8 @@ def test_a_sweep_is_bounded_and_touches_nothing_else(tmp_path: Path) -> None:
         path.write_bytes(b"half")
     fd = os.open(storage.folder, os.O_RDONLY)
     try:
-        assert sweep_stale_temps(fd, max_entries=0) == 0
-        assert sweep_stale_temps(fd) == 1
+        assert sweep_stale_temps(fd, max_entries=0).removed == 0
+        assert sweep_stale_temps(fd) == SweepResult(removed=1, pages=32)
     finally:
         os.close(fd)
     assert all(path.exists() for path in kept)

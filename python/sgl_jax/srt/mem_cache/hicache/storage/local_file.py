@@ -430,7 +430,8 @@ class LocalFileStorage(HiCacheStorage):
     def _sweep(self) -> None:
         try:
             with open_folder(self.root, self._names, create=False) as folder_fd:
-                self._counter.add(stale_temps_removed=sweep_stale_temps(folder_fd))
+                swept = sweep_stale_temps(folder_fd)
+                self._counter.add(stale_temps_removed=swept.removed, pages_found=swept.pages)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -25,6 +25,9 @@ class StorageStats:
     deletes: int = 0  # pages removed
     delete_errors: int = 0
     stale_temps_removed: int = 0
+    pages_found: int = (
+        0  # in the folder when it was opened, whatever weights and layout they are of
+    )
     evicted: int = 0  # pages, of any namespace, removed to keep the folder's bound
     evicted_bytes: int = 0
     bytes_held: int = 0  # by the model's folder, as last counted; 0 where there is no bound

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import dataclass
 
 from ..types import PageKey
 from .temp_file import is_stale, parse_writer, this_writer
@@ -78,15 +79,22 @@ def iter_pages(folder_fd: int) -> Generator[tuple[int, str, PageKey], None, None
                 yield shard_fd, name, key
 
 
-def sweep_stale_temps(folder_fd: int, max_entries: int = MAX_SWEPT_ENTRIES) -> int:
-    """Removes the temporary files of dead writers; those of living ones stay. Returns how many
-    were removed.
-    """
-    here, removed = this_writer(), 0
+@dataclass(frozen=True)
+class SweepResult:
+    """What one sweep removed, and how many pages, of any namespace, it passed."""
+
+    removed: int
+    pages: int
+
+
+def sweep_stale_temps(folder_fd: int, max_entries: int = MAX_SWEPT_ENTRIES) -> SweepResult:
+    """Removes the temporary files of dead writers; those of living ones stay."""
+    here, removed, pages = this_writer(), 0, 0
     with closing(iter_entries(folder_fd)) as entries:
         for _, (shard_fd, name) in zip(range(max_entries), entries, strict=False):
             writer = parse_writer(name)
             if writer is None:
+                pages += page_key_of(name) is not None
                 continue
             try:
                 modified_s = os.lstat(name, dir_fd=shard_fd).st_mtime
@@ -97,4 +105,4 @@ def sweep_stale_temps(folder_fd: int, max_entries: int = MAX_SWEPT_ENTRIES) -> i
                 continue  # its writer, or another sweep, was faster
             except OSError as error:
                 logger.warning("temporary file %s stays: %s", name, error)
-    return removed
+    return SweepResult(removed, pages)
