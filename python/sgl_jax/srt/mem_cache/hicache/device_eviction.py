@@ -23,6 +23,8 @@ class DeviceEviction:
     def evict_full(self, num_tokens: int, dp_rank: int) -> int:
         """Free at least `num_tokens` Full tokens if that many are evictable; return how many were freed."""
         freed = 0
+        if num_tokens <= 0:
+            return freed
         with self._tree.backing_up():
             while freed < num_tokens:
                 node = self._tree.full.device.oldest(dp_rank)
@@ -34,8 +36,10 @@ class DeviceEviction:
     def evict_swa(self, num_tokens: int, dp_rank: int) -> int:
         """Free at least `num_tokens` SWA tokens if that many are evictable; their Full slots stay."""
         tree, freed = self._tree, 0
+        if tree.swa is None or num_tokens <= 0:
+            return freed
         with tree.backing_up():
-            while tree.swa is not None and freed < num_tokens:
+            while freed < num_tokens:
                 node = tree.swa.device.oldest(dp_rank)
                 if node is None:
                     break
@@ -49,8 +53,10 @@ class DeviceEviction:
     def evict_states(self, num_states: int, dp_rank: int) -> int:
         """Free that many recurrent states if they are evictable; return how many were freed."""
         tree, freed = self._tree, 0
+        if tree.recurrent is None or num_states <= 0:
+            return freed
         with tree.backing_up():
-            while tree.recurrent is not None and freed < num_states:
+            while freed < num_states:
                 node = tree.recurrent.device.oldest(dp_rank)
                 if node is None:
                     break
