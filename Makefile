@@ -24,7 +24,7 @@ BENCH_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format soak demo serve bench clean
+.PHONY: help setup test matrix soak lint format demo serve bench clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ $(STAMP): pyproject.toml Makefile
 
 test: $(STAMP) ## The whole test suite on CPU
 	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+matrix: $(STAMP) ## Equal answers from every tier in every setting, twenty times (hours)
+	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m matrix $(PYTEST_ARGS)
 
 soak: $(STAMP) ## An hour of random traffic, kills and damage; prints its figures (SOAK_MINUTES=5 for a shorter one)
 	@JAX_PLATFORMS=cpu $(PY) -m pytest -q -m soak -o faulthandler_timeout=0 --soak-minutes=$(SOAK_MINUTES) $(PYTEST_ARGS)

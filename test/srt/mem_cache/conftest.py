@@ -50,9 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def soak_parts(item: pytest.Item) -> int:
-    """How many parts of the soak's time a test takes: those of its mark, none if it ends by itself."""
-    if "soak_seconds" not in getattr(item, "fixturenames", ()):
-        return 0
+    """How many parts of the soak's time a test takes."""
+    assert "soak_seconds" in getattr(item, "fixturenames", ()), f"{item.nodeid} has no end"
     mark = item.get_closest_marker("soak")
     assert mark is not None, f"{item.nodeid} asks for soak_seconds and is not marked soak"
     parts: int = mark.kwargs.get("parts", 1)
@@ -60,13 +59,13 @@ def soak_parts(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `soak` tests unless -m asks for them, and `accelerator` tests where there is none."""
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    config.stash[SOAK_PARTS] = sum(map(soak_parts, soak))
+    """Leave out `soak` and `matrix` tests unless -m asks for them, and `accelerator` tests where there is none."""
+    config.stash[SOAK_PARTS] = sum(soak_parts(i) for i in items if i.get_closest_marker("soak"))
     if not config.getoption("-m"):
-        items[:] = [item for item in items if item not in soak]
-        if soak:
-            config.hook.pytest_deselected(items=soak)
+        long = [item for item in items if any(map(item.get_closest_marker, ("soak", "matrix")))]
+        items[:] = [item for item in items if item not in long]
+        if long:
+            config.hook.pytest_deselected(items=long)
     needs_accelerator = [item for item in items if item.get_closest_marker("accelerator")]
     if needs_accelerator and jax.default_backend() == "cpu":
         for item in needs_accelerator:

@@ -51,7 +51,7 @@ CASES = (
     ("kind", "case"),
     [(kind, case) for kind in ("tiny-mha", "tiny-gqa", "tiny-mla") for case in CASES]
     + [("smollm2", CASES[0])]
-    + [pytest.param("smollm2", case, marks=pytest.mark.soak) for case in CASES[1:]],
+    + [pytest.param("smollm2", case, marks=pytest.mark.matrix) for case in CASES[1:]],
     ids=str,
 )
 def test_answers_are_equal_from_every_tier(

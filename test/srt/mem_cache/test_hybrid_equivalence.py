@@ -118,7 +118,7 @@ def test_the_next_turn_resumes_in_the_last_answer(
     assert long == len(TIERS) * [[48, 144] if model.has_states else [80, 176]]
 
 
-@pytest.mark.soak
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [*MATRIX, replace(MATRIX[0], page_size=1)], ids=str)
 @pytest.mark.parametrize("model", KINDS, ids=str)
 def test_twenty_next_turns_of_twenty(
@@ -159,7 +159,7 @@ def test_prompts_at_once_through_small_pools(
     assert all(served[tier] > 0 for tier in ("device", "host", "storage", "computed"))
 
 
-@pytest.mark.soak
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 @pytest.mark.parametrize("model", KINDS, ids=str)
 def test_prompts_at_once_in_twenty_rounds_of_twenty(
@@ -170,7 +170,7 @@ def test_prompts_at_once_in_twenty_rounds_of_twenty(
     assert all(served[tier] > 0 for tier in ("device", "host", "storage", "computed"))
 
 
-@pytest.mark.soak
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", MATRIX[1::2], ids=str)
 @pytest.mark.parametrize("model", KINDS, ids=str)
 def test_prompts_at_page_borders_twenty_times(
