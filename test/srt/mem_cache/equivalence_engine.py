@@ -113,7 +113,12 @@ def random_words(rng: np.random.Generator, num_tokens: int) -> list[int]:
 def distributions(result: Answer) -> np.ndarray:
     """float64[num_new_tokens, vocab] log probabilities, ordered by token id."""
     rows = result["meta_info"]["output_top_logprobs"]
-    return np.array([[p for p, _, _ in sorted(row, key=lambda entry: entry[1])] for row in rows])
+    ordered = np.full((len(rows), len(rows[0])), np.nan)
+    for values, row in zip(ordered, rows, strict=True):
+        logprobs, ids, _ = zip(*row, strict=True)
+        values[list(ids)] = logprobs
+    assert not np.isnan(ordered).any(), "a token without its log probability"
+    return ordered
 
 
 def tiers(result: Answer) -> dict[str, int]:

@@ -400,12 +400,14 @@ def test_splits_cover_everything_once_in_known_sizes(largest: int) -> None:
         assert {run.stop - run.start for run in runs} <= set(bucket_sizes(largest))
 
 
-def test_chunks_are_bounded_by_bytes_and_by_program_size() -> None:
-    assert max_chunk_pages(4 << 20, 16) == 8
-    assert max_chunk_pages(64 << 10, 1) == 64
-    assert max_chunk_pages(1 << 10, 30) == 4
-    assert max_chunk_pages(1 << 30, 1) == 1
-    assert max_chunk_pages(1, 10_000) == 1
+def test_chunks_are_bounded_by_bytes_by_program_size_and_by_the_pool() -> None:
+    assert max_chunk_pages(4 << 20, 16, 1000) == 8
+    assert max_chunk_pages(64 << 10, 1, 1000) == 64
+    assert max_chunk_pages(1 << 10, 30, 1000) == 4
+    assert max_chunk_pages(1 << 30, 1, 1000) == 1
+    assert max_chunk_pages(1, 10_000, 1000) == 1
+    assert max_chunk_pages(1, 1, 17) == 16
+    assert max_chunk_pages(1, 1, 2) == 2
 
 
 def test_the_test_data_has_bits_that_arithmetic_would_change(rng: np.random.Generator) -> None:

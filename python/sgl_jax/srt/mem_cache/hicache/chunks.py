@@ -8,14 +8,15 @@ _MAX_CHUNK_MOVES = 128
 _STEP = 4
 
 
-def max_chunk_pages(page_bytes: int, num_buffers: int) -> int:
+def max_chunk_pages(page_bytes: int, num_buffers: int, num_rows: int) -> int:
     """The most pages that one program moves: a power of two.
 
     Chunks above some 32 MB are bound by page faults of fresh memory; the number of row moves in one program
-    (pages x buffers) bounds its compile time to a few seconds.
+    (pages x buffers) bounds its compile time to a few seconds. Nor does a batch have more pages than a rank has rows.
     """
     limit = min(
         _MAX_CHUNK_PAGES,
+        num_rows,
         _MAX_CHUNK_BYTES // max(page_bytes, 1),
         _MAX_CHUNK_MOVES // max(num_buffers, 1),
     )
