@@ -23,6 +23,7 @@ from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
 
 MODEL = "fake-model"
 POOL_TOKENS = 1024
+MAX_REQUEST_BYTES = 8192
 WAIT_S = 20.0
 
 
@@ -92,7 +93,7 @@ class HttpWorld(EngineWorld):
 
     def __init__(self, *, api_key: str | None = None, **engine: Any) -> None:
         super().__init__(**engine)
-        app = create_app(self.engine, api_key=api_key, max_request_bytes=8192)
+        app = create_app(self.engine, api_key=api_key, max_request_bytes=MAX_REQUEST_BYTES)
         self.listener = bind("127.0.0.1", 0)
         self.address = self.listener.getsockname()
         self.server = Server(app, deadline_s=2)

@@ -24,6 +24,7 @@ from sgl_jax.srt.mem_cache.hicache.host_pool.registry import create_host_pool
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher, StorageNamespace
 from sgl_jax.srt.mem_cache.hicache.storage.memory import MemoryStorage
 from sgl_jax.srt.mem_cache.hicache.storage_backoff import StorageBackoff
+from sgl_jax.srt.mem_cache.hicache.storage_census import StorageCensus
 from sgl_jax.srt.mem_cache.hicache.storage_mount import StorageMount
 from sgl_jax.srt.mem_cache.hicache.storage_query import StorageQuery
 from sgl_jax.srt.mem_cache.hicache.types import (
@@ -115,6 +116,7 @@ def bench(
     )
     storage = GatedStorage(namespace)
     io = ComponentIO(rig.transfer, pool)
+    census = StorageCensus({FULL: storage})
     made = Bench(
         rig,
         pool,
@@ -124,7 +126,7 @@ def bench(
             {FULL: io},
             executor,
             max_backup_bytes=1 << 20,
-            mount=StorageMount(Path("anywhere"), 0, {FULL: storage}),
+            mount=StorageMount(Path("anywhere"), 0, {FULL: storage}, census),
         ),
     )
     yield made
@@ -133,6 +135,7 @@ def bench(
     assert made.controller.drain(TIMEOUT_S)
     made.controller.poll()
     made.controller.check_invariants()
+    census.close()
 
 
 def keys_of(bench: Bench, num_pages: int) -> list[PageKey]:

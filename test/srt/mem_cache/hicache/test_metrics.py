@@ -33,6 +33,7 @@ STATS = StorageStats(
     corrupt_gets=6,
     corrupt=6,
     read_errors=7,
+    pages_held=12,
     evicted=8,
     bytes_held=9,
     max_bytes=10,
@@ -212,6 +213,8 @@ def test_storage_counters_follow_snapshots(
     assert after['storage_available{component="full"}'] == 0
     assert after["storage_evicted_pages_total"] == 8
     assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (9, 10)
+    assert after['storage_pages_held{component="full"}'] == 12
+    assert after['storage_pages_held{component="swa"}'] == 0
     assert after['storage_reads_total{component="swa",outcome="hit"}'] == 0
 
 
@@ -225,6 +228,7 @@ def test_storage_counters_go_on_from_where_a_newly_attached_storage_is(
     metrics.storage_detached()
     after = samples(registry)
     assert after['storage_available{component="full"}'] == 0
+    assert after['storage_pages_held{component="full"}'] == 0
     assert (after["storage_bytes_held"], after["storage_max_bytes"]) == (0, 0)
     metrics.storage_attached({FULL: StorageStats(hits=1)})
     metrics.storage(FULL, StorageStats(hits=3))

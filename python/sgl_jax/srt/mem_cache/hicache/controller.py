@@ -87,10 +87,8 @@ class HiCacheController:
         return self._mount is not None and self._backoff[kind].open
 
     def storage_stats(self) -> dict[ComponentKind, StorageStats]:
-        """What each component's storage did since it was opened; nothing without an L3."""
-        if self._mount is None:
-            return {}
-        return {kind: storage.stats() for kind, storage in self._mount.storages.items()}
+        """What each component's storage did since it was opened, and holds; nothing without an L3."""
+        return {} if self._mount is None else self._mount.census.stats()
 
     @property
     def num_in_flight(self) -> int:

@@ -147,6 +147,11 @@ class HiCacheMetrics:
             ["component"],
             registry=registry,
         )
+        self._storage_pages_held = self._gauge(
+            registry,
+            "storage_pages_held",
+            "Pages in storage as last counted, with what this server wrote and removed since",
+        )
         self._storage_bytes_held = Gauge(
             PREFIX + "storage_bytes_held",
             "Bytes of the model's folder as last counted; 0 without --hicache-storage-max-bytes",
@@ -200,6 +205,7 @@ class HiCacheMetrics:
                 self._child(self._evicted_pages, tier.value, component.value)
                 self._child(self._dropped_pages, tier.value, component.value)
             self._child(self._storage_available, component.value)
+            self._child(self._storage_pages_held, component.value)
             for outcome in _READ_OUTCOMES:
                 self._child(self._storage_reads, component.value, outcome)
             for outcome in _WRITE_OUTCOMES:
@@ -278,6 +284,7 @@ class HiCacheMetrics:
         """There is no storage any more: it is not available and holds nothing."""
         for component in self._storage_seen:
             self._child(self._storage_available, component.value).set(0)
+            self._child(self._storage_pages_held, component.value).set(0)
         self._storage_seen = {}
         self._storage_bytes_held.set(0)
         self._storage_max_bytes.set(0)
@@ -310,6 +317,7 @@ class HiCacheMetrics:
     def _show_storage(self, component: ComponentKind, stats: StorageStats) -> None:
         """What a snapshot says of this moment."""
         self._child(self._storage_available, component.value).set(stats.available)
+        self._child(self._storage_pages_held, component.value).set(stats.pages_held)
         if stats.max_bytes:  # the components share one folder
             self._storage_bytes_held.set(stats.bytes_held)
             self._storage_max_bytes.set(stats.max_bytes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from .page_key import StorageNamespace, companion_key
 from .storage.base import HiCacheStorage
 from .storage.registry import StorageFactory, open_storage
+from .storage_census import StorageCensus
 from .types import ComponentKind, PageKey, PageLayout
 
 
@@ -28,11 +29,13 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class StorageMount:
-    """Open storages, one for each component. `max_bytes`: the bound on the model's folder, 0 for none."""
+    """Open storages, one for each component. `max_bytes`: the bound on the model's folder, 0 for none. `census`: counts
+    their pages, and is closed with them."""
 
     path: Path
     max_bytes: int
     storages: Mapping[ComponentKind, HiCacheStorage]
+    census: StorageCensus
 
     def clear(self) -> int:
         """Remove every page of this model in this byte layout; how many. Blocks. Raises StorageUnavailableError if a
@@ -41,6 +44,7 @@ class StorageMount:
 
     def close(self) -> None:
         """Close every storage. Idempotent."""
+        self.census.close()
         for storage in self.storages.values():
             storage.close()
 
@@ -101,13 +105,13 @@ class StorageOpener:
         """Check the path and open it for every component. Raises HiCacheConfigError, with nothing left open, if it
         cannot be used."""
         storages: dict[ComponentKind, HiCacheStorage] = {}
-        mount = StorageMount(path, max_bytes, storages)
         try:
             for kind, namespace in self.namespaces.items():
                 storages[kind] = open_storage(
                     self._kind, path, namespace, self._factories, max_bytes=max_bytes
                 )
         except BaseException:
-            mount.close()
+            for storage in storages.values():
+                storage.close()
             raise
-        return mount
+        return StorageMount(path, max_bytes, storages, StorageCensus(storages))

@@ -78,9 +78,7 @@ class PageTransfer:
         self.layout = layout
         self._buffers = buffers
         num_buffers = sum(len(group.positions) for group in buffers.groups)
-        self.chunk_pages = max_chunk_pages(
-            layout.page_bytes, num_buffers, buffers.rows_per_rank
-        )
+        self.chunk_pages = max_chunk_pages(layout.page_bytes, num_buffers, buffers.rows_per_rank)
         self._hosts = [
             HostMemory(buffers, rank, self.chunk_pages) for rank in range(buffers.dp_size)
         ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from storage_kit import PAGE_BYTES, SPACE, WAIT_S, make_keys, make_page
 
+from sgl_jax.srt.mem_cache.hicache.errors import StorageUnavailableError
 from sgl_jax.srt.mem_cache.hicache.page_key import StorageNamespace
 from sgl_jax.srt.mem_cache.hicache.storage.base import HiCacheStorage
 from sgl_jax.srt.mem_cache.hicache.types import PageKey
@@ -71,6 +72,23 @@ class StorageContract(ABC):
         assert storage.get([keys[0]]) == [None]
         assert storage.set([keys[0]], [[make_page(1)]]) == [True]
         assert storage.exists(keys) == [True, True]
+
+    def test_pages_are_listed_and_cleared_or_it_says_that_it_cannot(
+        self, storage: HiCacheStorage
+    ) -> None:
+        keys = make_keys(3)
+        storage.set(keys, [[make_page(i)] for i in range(3)])
+        if type(storage).iter_keys is HiCacheStorage.iter_keys:
+            with pytest.raises(StorageUnavailableError, match="cannot list its pages"):
+                storage.clear()
+            assert storage.exists(keys) == [True] * 3
+            return
+        assert sorted(storage.iter_keys()) == sorted(keys)
+        storage.delete(keys[:1])
+        assert sorted(storage.iter_keys()) == sorted(keys[1:])
+        assert storage.clear() == 2
+        assert list(storage.iter_keys()) == []
+        assert storage.exists(keys) == [False] * 3
 
     def test_setting_again_is_success(self, storage: HiCacheStorage) -> None:
         (key,) = make_keys(1)

@@ -9,7 +9,7 @@ plain contiguous bytes; the caller moves them to a device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,11 +78,22 @@ class HiCacheStorage(ABC):
         is no error.
         """
 
-    def clear(self) -> int:
-        """Remove every page of this namespace; how many were removed. A storage that cannot list its pages raises
-        StorageUnavailableError.
+    def iter_keys(self) -> Iterator[PageKey]:
+        """The page of this namespace that each next step finds; reads what it must for that, page by page.
+
+        Any thread. Raises OSError on the way, and a storage that cannot list its pages StorageUnavailableError.
         """
         raise StorageUnavailableError(f"{type(self).__name__} cannot list its pages")
+
+    def clear(self) -> int:
+        """Remove every page of this namespace; how many were removed. Raises StorageUnavailableError if its pages
+        cannot be listed.
+        """
+        try:
+            keys = list(self.iter_keys())
+        except OSError as error:
+            raise StorageUnavailableError(f"the pages cannot be listed: {error}") from error
+        return sum(self.delete(keys))
 
     def stats(self) -> StorageStats:
         """What this instance did so far, for the metrics. A storage that does not count reports zeros."""

@@ -37,7 +37,6 @@ from ..errors import (
     HiCacheConfigError,
     InvariantError,
     StorageCorruptionError,
-    StorageUnavailableError,
 )
 from ..page_key import StorageNamespace, namespace_digest
 from ..types import PageKey, PageLink
@@ -156,16 +155,21 @@ class LocalFileStorage(HiCacheStorage):
         check_keys(keys)
         return [self._delete_page(key) for key in keys]
 
-    def clear(self) -> int:
-        """See `HiCacheStorage.clear`. Reads every header; other namespaces in the folder keep their pages."""
+    def iter_keys(self) -> Iterator[PageKey]:
+        """See `HiCacheStorage.iter_keys`: in order, as far as the headers tell. Opens every file of the folder; other
+        namespaces may have pages there too.
+        """
         self._check_open()
         try:
-            keys = list(self.iter_keys())
-        except OSError as error:
-            raise StorageUnavailableError(
-                f"storage {self.folder} cannot be listed: {error}"
-            ) from error
-        return sum(self.delete(keys))
+            with (
+                open_folder(self.root, self._names, create=False) as folder_fd,
+                closing(iter_pages(folder_fd)) as pages,
+            ):
+                for shard_fd, name, key in pages:
+                    if self._is_own(shard_fd, name):
+                        yield key
+        except FileNotFoundError:
+            return
 
     def close(self) -> None:
         """See `HiCacheStorage.close`."""
@@ -189,21 +193,6 @@ class LocalFileStorage(HiCacheStorage):
     def stats(self) -> StorageStats:
         """What this instance has done so far."""
         return self._counter.snapshot()
-
-    def iter_keys(self) -> Iterator[PageKey]:
-        """Keys of the visible pages of this namespace, in order, as far as their headers tell.
-        Reads every header.
-        """
-        try:
-            with (
-                open_folder(self.root, self._names, create=False) as folder_fd,
-                closing(iter_pages(folder_fd)) as pages,
-            ):
-                for shard_fd, name, key in pages:
-                    if self._is_own(shard_fd, name):
-                        yield key
-        except FileNotFoundError:
-            return
 
     def check_invariants(self) -> None:
         """Every visible file in the folder, of this namespace or another, is whole and is the page

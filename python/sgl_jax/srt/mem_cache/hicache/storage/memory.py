@@ -5,7 +5,7 @@ contract of the real one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -69,11 +69,12 @@ class MemoryStorage(HiCacheStorage):
         self._counter.add(deletes=sum(removed))
         return removed
 
-    def clear(self) -> int:
-        """See `HiCacheStorage.clear`."""
+    def iter_keys(self) -> Iterator[PageKey]:
+        """See `HiCacheStorage.iter_keys`."""
+        self._check_open()
         with self._lock:
             keys = list(self._pages)
-        return sum(self.delete(keys))
+        yield from keys
 
     def close(self) -> None:
         """See `HiCacheStorage.close`. The pages stay, as files would."""

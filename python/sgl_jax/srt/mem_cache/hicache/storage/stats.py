@@ -28,6 +28,7 @@ class StorageStats:
     pages_found: int = (
         0  # in the folder when it was opened, whatever weights and layout they are of
     )
+    pages_held: int = 0  # of this namespace; filled in by `StorageCensus`
     evicted: int = 0  # pages, of any namespace, removed to keep the folder's bound
     evicted_bytes: int = 0
     bytes_held: int = 0  # by the model's folder, as last counted; 0 where there is no bound
