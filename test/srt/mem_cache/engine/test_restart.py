@@ -5,23 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from launched_server import MAX_TOTAL_TOKENS, MODEL, PAGE_SIZE, ServerProcess
+from launched_server import MAX_TOTAL_TOKENS, MODEL, PAGE_SIZE, WAIT_S, ServerProcess
 
 from sgl_jax.srt.mem_cache.hicache.config import HiCacheConfig, StorageKind
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
-from sgl_jax.srt.mem_cache.hicache.types import PageKey
+from sgl_jax.srt.mem_cache.hicache.storage_mount import StorageMount
+from sgl_jax.srt.mem_cache.hicache.types import ComponentKind, PageKey
 from sgl_jax_hicache.engine.engine import Engine
 from sgl_jax_hicache.engine.engine_args import EngineArgs
 from sgl_jax_hicache.engine.engine_builder import build_engine
 
 
-def storage_of(engine: Engine) -> LocalFileStorage:
+def mount_of(engine: Engine) -> StorageMount:
     """The L3 of a running engine."""
     tree = engine._parts.tree._tree  # type: ignore[attr-defined]
-    storage = tree.tiers.controller.mount.storages[tree.full.kind]
-    assert isinstance(storage, LocalFileStorage)
-    return storage
+    mount = tree.tiers.controller.mount
+    assert isinstance(mount, StorageMount)
+    return mount
 
 
 def page_keys(storage: LocalFileStorage, prompt: list[int]) -> list[PageKey]:
@@ -50,10 +51,14 @@ def test_hits_after_a_kill_are_exactly_what_had_been_stored(
             hicache=config,
         )
     ) as engine:
-        storage = storage_of(engine)
+        mount = mount_of(engine)
+        storage = mount.storages[ComponentKind.FULL]
+        assert isinstance(storage, LocalFileStorage)
         storage.check_invariants()
         stored = set(storage.iter_keys())
         assert stored, "nothing had been stored before the kill"
+        assert mount.census.first_count_done.wait(WAIT_S)
+        assert mount.census.stats()[ComponentKind.FULL].pages_held == len(stored)
         for prompt, answer in zip(prompts, answers, strict=True):
             there = [key in stored for key in page_keys(storage, prompt)]
             expected = there.index(False) if False in there else len(there)
