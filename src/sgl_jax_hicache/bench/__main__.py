@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_jax_hicache.provenance import commit
+
 from .record import provenance, show, stamped, write_json
 
 _PROG = "python -m sgl_jax_hicache.bench"
@@ -42,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there as well")
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
+    begun_at = commit()
     try:
         records = module.run(args)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    run = provenance(argv)
+    run = provenance(argv, begun_at)
     if what != "all":
         records = stamped(records, run)
         show(records, run)

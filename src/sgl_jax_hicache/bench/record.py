@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sgl_jax_hicache.provenance import commit, machine
+from sgl_jax_hicache.provenance import machine
 
 RUN = "run"
 """The parameter that says where a record was measured."""
@@ -122,11 +122,12 @@ def rates(amount: float, seconds: Iterable[float]) -> list[float]:
     return [amount / s for s in seconds]
 
 
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Command, commit, machine and versions of this run, and how busy the machine was in its last minute."""
+def provenance(argv: Sequence[str], begun_at: str) -> dict[str, Any]:
+    """Command, machine and versions of this run, the commit that it began at, and how busy the machine was in its last
+    minute."""
     return {
         "command": f"python -m sgl_jax_hicache.bench {shlex.join(argv)}",
-        "commit": commit(),
+        "commit": begun_at,
         **machine(),
         "backend": jax.default_backend(),
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},

@@ -18,7 +18,7 @@ from pathlib import Path
 from .__main__ import BENCHMARKS
 from .answers import answers
 from .plots import GROWTH, write_plots
-from .record import COLUMNS, RUN, Record, read_json, row_of, short
+from .record import COLUMNS, RUN, Record, read_json, row_of, short, write_json
 from .targets import judged
 
 
@@ -93,6 +93,8 @@ def _measure_all(args: argparse.Namespace) -> list[Record]:
         records += _measure(name, given, {})
         if name in _BOUND_BY_FRESH_MEMORY and not args.once:
             records += _measure(name, [], _KEEP_FREED_MEMORY)
+        if args.json is not None:  # what a later one that fails must not take along
+            write_json(records, args.json)
     return records
 
 

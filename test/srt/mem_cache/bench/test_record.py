@@ -60,7 +60,7 @@ def test_every_benchmark_is_run_here_or_needs_a_model() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_records_are_well_formed(name: str, tmp_path: Path) -> None:
-    records = stamped(run_tiny(name), provenance([name]))
+    records = stamped(run_tiny(name), provenance([name], "a commit"))
     path = tmp_path / "records.json"
     write_json(records, path)
     data = json.loads(path.read_text())
