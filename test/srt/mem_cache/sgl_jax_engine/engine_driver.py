@@ -41,9 +41,11 @@ class Driver:
         )
         for answer in answers if isinstance(answers, list) else [answers]:
             meta_info = answer["meta_info"]
+            # Every 50 tokens the engine appends the list once more, from its beginning on: the whole of it comes last.
+            logprobs = meta_info["output_token_logprobs"][-len(answer["output_ids"]) :]
             self._tell(
                 output_ids=answer["output_ids"],
-                logprobs=[entry[0] for entry in meta_info["output_token_logprobs"]],
+                logprobs=[entry[0] for entry in logprobs],
                 cached_tokens=meta_info["cached_tokens"],
                 tiers=meta_info.get("cached_tokens_details"),
             )

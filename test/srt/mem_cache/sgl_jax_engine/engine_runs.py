@@ -161,6 +161,10 @@ class EngineRuns:
         finally:
             self._end(process)
 
+    def log(self) -> str:
+        """What the first process of the last run has logged."""
+        return (self._folder / f"log{self._num_runs}.0").read_text(errors="replace")
+
     def storage_of(self, rank: int = 0) -> Path:
         """Where a process has its L3."""
         return self._folder / f"pages{rank}"

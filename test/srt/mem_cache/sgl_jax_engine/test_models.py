@@ -7,6 +7,7 @@ slow. The scheduler is a thread of the driver here, which saves two of the engin
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ TOLERANCE = 1e-5
 DECODED_TOLERANCE = 1e-4
 # A decode step takes the last inputs of its convolutions from the state, where they are bfloat16 otherwise.
 FLOAT32_CONV_STATES = ("SGLANG_JAX_CONV_STATE_DTYPE", "float32")
+# The engine's switches for tests: every 23rd step takes a request off the device, full or not, if more than one runs.
+RETRACTING = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
 RANK_TOKENS = 1024
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -86,6 +89,11 @@ class Trial:
         counts = [len(arguments["prompts"]) for name, arguments in steps if name == "ask"]
         asked = (answer for answer in answers if isinstance(answer, Answer))
         return [list(islice(asked, count)) for count in counts]
+
+    @property
+    def num_retracted(self) -> int:
+        """Requests that the engine took off the device in the last run, to go on later."""
+        return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self._runs.log())))
 
     def check(self, tier: str, answers: list[Answer], computed: list[Answer]) -> None:
         """All that can be reused came from `tier`, and the answers are those that were computed."""
@@ -167,13 +175,16 @@ def test_page_sizes(tmp_path: Path, name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_crowded_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A device too small for all that ask: some wait until others have ended. Then all of them are aborted, some
-    while they wait. Neither changes an answer, nor leaves a slot behind (the engine would end itself when idle)."""
+    """A device too small for the answers of all that run: some wait, some are retracted and computed again. Then all
+    are aborted, some while they wait. Neither changes an answer, nor leaves a slot behind (the engine would end itself
+    when idle)."""
     monkeypatch.setenv(*FLOAT32_CONV_STATES)
+    for variable, value in RETRACTING.items():
+        monkeypatch.setenv(variable, value)
     trial = Trial(name, tmp_path, "one", page_size=16)
     prompts = [prompt(30 + i, 100 + i) for i in range(6)]
-    alone = [ask_until_eos(each, max_new_tokens=60) for each in prompts]
-    together = ask_until_eos(*prompts, max_new_tokens=60)
+    alone = [ask_until_eos(each, max_new_tokens=90) for each in prompts]
+    together = ask_until_eos(*prompts, max_new_tokens=90)
     *computed, crowded, after_abort, stored = trial.run(
         *alone,
         together,
@@ -186,6 +197,7 @@ def test_crowded_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
         max_total_tokens=512,
         schedule_conservativeness=0.1,
     )
+    assert trial.num_retracted >= 6, "the device was to be too small in each of the rounds"
     for answers in (crowded, after_abort, stored):
         for answer, (other,) in zip(answers, computed, strict=True):
             same(answer, other, DECODED_TOLERANCE)
