@@ -22,6 +22,9 @@ import jax.numpy as jnp
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
+# Products with a single row are summed in an order that depends on the number of sequences.
+_FEWEST_ROWS = 2
+
 
 class DeltaTokens(NamedTuple):
     """What the rule reads of tokens.
@@ -63,9 +66,11 @@ def delta_rule(
     def visit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         state, out = carry
         part = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, 1).swapaxes(1, 2)
+        part = jnp.pad(part, ((0, 0), (0, 0), (0, max(_FEWEST_ROWS - chunk, 0)), (0, 0)))
         is_full = total >= (i + 1) * chunk
         state, o = _one_chunk(state, DeltaTokens(*jnp.split(part, borders, axis=-1)), is_full)
-        return state, jax.lax.dynamic_update_slice_in_dim(out, o.swapaxes(1, 2), i * chunk, 1)
+        o = o[:, :, :chunk].swapaxes(1, 2)
+        return state, jax.lax.dynamic_update_slice_in_dim(out, o, i * chunk, 1)
 
     # A bound known at compile time would let a single chunk be fused, and rounded, in its own way.
     num_chunks = (jnp.max(total) + chunk - 1) // chunk

@@ -12,7 +12,7 @@ from dense_reference import delta_recurrence
 
 from sgl_jax_hicache.engine.layers.gated_delta import DeltaTokens, delta_rule, short_conv
 
-HEADS, K_DIM, V_DIM, CHUNK, ROWS = 3, 8, 5, 16, 64
+HEADS, K_DIM, V_DIM, CHUNK, ROWS = 4, 16, 24, 16, 64
 
 Array = np.ndarray[Any, Any]
 
@@ -47,10 +47,11 @@ def inputs(channels: int, tokens: int = ROWS, decay: float = 0.3, seed: int = 0)
 class Sequences:
     """Sequences that go on together. Whatever does not count is NaN, or 7 in rows of no token."""
 
-    def __init__(self, channels: int, starts: list[Array]) -> None:
+    def __init__(self, channels: int, starts: list[Array], chunk: int = CHUNK) -> None:
+        self._chunk = chunk
         self.state = jnp.asarray(np.stack(starts))
         written = K_DIM + V_DIM + 1 + channels
-        self._unfinished = jnp.full((len(starts), CHUNK, HEADS, written), jnp.nan)
+        self._unfinished = jnp.full((len(starts), chunk, HEADS, written), jnp.nan)
         self._nothing = part(inputs(channels), 0, 0)
         self._lengths = np.zeros(len(starts), np.int32)
 
@@ -61,14 +62,14 @@ class Sequences:
             np.stack([_padded(a, rows) for a in column]) for column in zip(*parts, strict=True)
         ]
         self.state, self._unfinished, out = rule(
-            self.state, self._unfinished, DeltaTokens(*padded), self._lengths % CHUNK, counts
+            self.state, self._unfinished, DeltaTokens(*padded), self._lengths % self._chunk, counts
         )
         self._lengths = self._lengths + counts
         return [np.array(one)[:count] for one, count in zip(out, counts, strict=True)]
 
     def complete(self) -> Array:
         """The first sequence's state behind its last token: tokens that write nothing fill the chunk."""
-        absent = -int(self._lengths[0]) % CHUNK
+        absent = -int(self._lengths[0]) % self._chunk
         if absent:
             zeros = DeltaTokens(
                 *(np.zeros((absent, *a.shape[1:]), np.float32) for a in self._nothing)
@@ -82,9 +83,11 @@ def _padded(tokens: Array, rows: int) -> Array:
     return np.pad(tokens, end, constant_values=7.0)
 
 
-def run(state: Array, x: DeltaTokens, cuts: tuple[int, ...] = ()) -> tuple[Array, Array]:
+def run(
+    state: Array, x: DeltaTokens, cuts: tuple[int, ...] = (), chunk: int = CHUNK
+) -> tuple[Array, Array]:
     """(end state, outputs) of tokens that come in parts which end at `cuts`; parts of one token as decode steps."""
-    sequence, outs = Sequences(x.log_decay.shape[-1], [state]), []
+    sequence, outs = Sequences(x.log_decay.shape[-1], [state], chunk), []
     for start, stop in zip((0, *cuts), (*cuts, len(x.q)), strict=True):
         rows = 1 if stop - start == 1 else ROWS
         outs += sequence.go_on([part(x, start, stop)], rows)
@@ -140,14 +143,15 @@ def test_how_tokens_are_cut_into_steps_changes_nothing_bit_for_bit(
     np.testing.assert_array_equal(state, want_state)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("channels", [1, K_DIM])
-def test_sequences_that_step_together_stay_what_they_are_alone(channels: int) -> None:
+def test_sequences_that_step_together_stay_what_they_are_alone(channels: int, chunk: int) -> None:
     """Each stands at another place of its chunk, one has no token in the step."""
     lengths, more = (13, 16, 30, 7), 20
     tokens = [inputs(channels, length + more, seed=length) for length in lengths]
     starts = [start_state(length) for length in lengths]
-    alone = [run(state, x)[1] for state, x in zip(starts, tokens, strict=True)]
-    together = Sequences(channels, starts)
+    alone = [run(state, x, chunk=chunk)[1] for state, x in zip(starts, tokens, strict=True)]
+    together = Sequences(channels, starts, chunk)
     together.go_on([part(x, 0, length) for x, length in zip(tokens, lengths, strict=True)])
     for step in range(more):
         parts = [

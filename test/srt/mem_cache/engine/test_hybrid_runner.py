@@ -83,10 +83,12 @@ def test_cuts_at_odd_page_borders_change_nothing_either() -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize("name", SLIDING + RECURRENT)
-def test_decode_writes_what_prefill_writes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_size"), [*((name, 16) for name in SLIDING + RECURRENT), ("tiny-recurrent", 1)]
+)
+def test_decode_writes_what_prefill_writes(name: str, page_size: int) -> None:
     """Bit for bit, from inside a chunk over several page borders to one, where the state is complete."""
-    h = harness(name)
+    h = harness(name, page_size=page_size)
     decoded, prefilled = h.new(120, idx=0), h.new(120, idx=1)
     sampled = h.generate(prompt(70), 27, decoded)
     assert decoded.length == 96
