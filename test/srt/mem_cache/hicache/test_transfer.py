@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from sgl_jax.srt.mem_cache.hicache.chunks import bucket_sizes, max_chunk_pages
 from sgl_jax.srt.mem_cache.hicache.chunks import split_into_chunks as split
 from sgl_jax.srt.mem_cache.hicache.host_memory import host_memory_kind
 from sgl_jax.srt.mem_cache.hicache.host_pool.host_page import HostPage
+from sgl_jax.srt.mem_cache.hicache.storage.page_buffers import PageBuffers
 
 DTYPES = [
     np.float32,
@@ -283,6 +285,33 @@ def test_bytes_handed_over_can_not_be_changed_and_views_are_copied(
         page = rig.transfer.host_page_from_bytes(base[offset : offset + size])
         base[:] = 9
         assert all(not part.any() for part in rig.transfer.host_page_bytes(page))
+
+
+def test_memory_of_a_page_is_not_used_again_before_its_load_has_run(
+    make: MakeRig, rng: np.random.Generator
+) -> None:
+    """Scenario: a page read from a file goes to the device behind a long step, and leaves the host at once."""
+    rig = make(rng, 8, [((64, 64), np.float32)])
+    size = rig.layout.page_bytes
+    buffers, addresses = PageBuffers(size), set()
+
+    @partial(jax.jit, donate_argnums=0)
+    def long_step(buffer: jax.Array) -> jax.Array:
+        busy = jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jnp.ones((128, 128)))
+        return buffer + 0.0 * busy[0, 0]
+
+    for turn in range(20):
+        rig.holder[:] = [long_step(array) for array in rig.holder]
+        data = buffers.take()
+        addresses.add(data.ctypes.data)
+        data[:] = np.frombuffer(np.full(size // 4, turn, np.float32).data, np.uint8)
+        page = rig.transfer.host_page_from_bytes(data)
+        rig.transfer.scatter(rig.transfer.to_device([page]), np.array([3]))
+        del page, data
+        buffers.take()[:] = 255
+        row = np.asarray(rig.holder[0])[3]
+        np.testing.assert_array_equal(row, np.full((64, 64), turn, np.float32))
+    assert len(addresses) < 20, "memory is not used again"
 
 
 def test_bytes_of_another_length_are_refused(make: MakeRig, rng: np.random.Generator) -> None:

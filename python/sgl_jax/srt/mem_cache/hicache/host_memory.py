@@ -78,14 +78,15 @@ class HostMemory:
     def host_page_from_bytes(self, data: ByteArray) -> HostPage:
         """A page in host memory from uint8[page_bytes].
 
-        JAX may keep referring to `data` instead of copying it, so an array that owns its memory is taken over and made
-        read-only; a view of something else is copied. ValueError if the length is not that of a page.
+        JAX may keep referring to `data` instead of copying it, so it is taken over and made read-only; a view of
+        another array is copied. ValueError if the length is not that of a page.
         """
         if data.dtype != np.uint8 or data.shape != (self.page_bytes,):
             raise ValueError(
                 f"a page is uint8[{self.page_bytes}], got {data.dtype}{list(data.shape)}"
             )
-        owned = data if data.flags.owndata and data.flags.c_contiguous else data.copy()
+        is_view = isinstance(data.base, np.ndarray) or not data.flags.c_contiguous
+        owned = data.copy() if is_view else data
         owned.flags.writeable = False
         pieces, start = [], 0
         for group, _ in self.parts:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
-
 from ..errors import StorageCorruptionError
 from ..types import PageKey, PageLink
 from .base import PageBytes
 from .file_ops import FileOps, read_full, write_all
+from .page_buffers import PageBuffers
 from .page_file import PageFileFormat
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,13 @@ class BadPageFile(StorageCorruptionError):
 
 
 class PageFileIO:
-    """Reads and writes the page files of one namespace. Immutable; any thread."""
+    """Reads and writes the page files of one namespace. Any thread."""
 
     def __init__(self, page_format: PageFileFormat, ops: FileOps, *, fsync: bool) -> None:
         """`fsync` forces file and folder to the disk before a write returns."""
         self.file_bytes = page_format.file_bytes  # of what is written; other versions may differ
         self._format = page_format
+        self._buffers = PageBuffers(page_format.namespace.page_bytes)
         self._ops = ops
         self._fsync = fsync
 
@@ -143,7 +143,7 @@ class PageFileIO:
                 f" found mode {status.st_mode:#o} and {status.st_size} bytes"
             )
         header = bytearray(header_bytes)
-        page: PageBytes = np.empty(status.st_size - header_bytes, dtype=np.uint8)
+        page = self._buffers.take()
         try:
             count = read_full(self._ops, fd, [memoryview(header), page.data])
         except OSError as error:
