@@ -99,6 +99,7 @@ class EngineRuns:
         self, settings: dict[str, Any], folder: Path, preload: str | None, tolerance: float
     ) -> None:
         self.page_size: int = settings["page_size"]
+        self.dp_size: int = settings.get("dp_size", 1)
         self.pool_tokens: int | None = settings.get("max_total_tokens")
         self.preload = preload
         self.tolerance = tolerance

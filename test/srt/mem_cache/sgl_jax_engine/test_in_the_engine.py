@@ -84,12 +84,17 @@ def conversations(seed: int, page: int) -> list[list[int]]:
 
 def test_many_at_once_with_a_small_pool(engine_runs: EngineRuns, seed: int) -> None:
     """Batches that share prefixes, and a device pool that can not hold them; every answer is that without a cache."""
+    page = engine_runs.page_size
     settings: dict[str, Any] = {"disable_overlap_schedule": False}
     if not engine_runs.on_accelerator and engine_runs.preload is None:
         # On CPU the engine by itself is wrong for several requests in a batch unless a page is a token, and with
         # overlap a step may read the next one's table.
-        settings = {"page_size": 1, "max_total_tokens": 512, "disable_overlap_schedule": True}
-    prompts = conversations(seed, 16)
+        page = 16
+        settings = {"page_size": 1, "disable_overlap_schedule": True}
+    prompts = conversations(seed, page)
+    # All ranks together have room for sixteen pages, and the longest prompt fits into one.
+    longest = max(map(len, prompts)) // page + 2
+    settings["max_total_tokens"] = max(16 // engine_runs.dp_size, longest) * page
     waves = [ask(*prompts[i : i + 4]) for i in range(0, len(prompts), 4)]
     expected = engine_runs.run(
         *waves, SHUTDOWN, hicache=False, disable_radix_cache=True, **settings
