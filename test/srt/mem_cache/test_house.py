@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hicache.path_keys",),
     ("hicache.tree_types", "hicache.radix_tree"),
     ("hicache.storage", "hicache.host_pool"),
+    ("hicache.storage_census",),
     (
         "hicache.metrics",
         "hicache.storage_mount",
