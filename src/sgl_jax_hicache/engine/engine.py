@@ -108,6 +108,15 @@ class Engine:
             raise
         return Generation(rid, self.tokenizer, spec.sampling.stop)
 
+    def check_batch(self, num_prompts: int) -> None:
+        """Raises RequestError for more prompts in one request than the engine ever holds: waiting would not help."""
+        limit = self._parts.max_queued_requests
+        if num_prompts > limit:
+            raise RequestError(
+                "body",
+                f"{num_prompts} prompts; this server takes {limit} at once (--max-queued-requests)",
+            )
+
     def abort(self, rid: str) -> None:
         """End a request wherever it stands; its sink gets a last chunk. Nothing happens if it has ended."""
         self._thread.abort(rid)
@@ -139,6 +148,7 @@ class Engine:
             if is_batch:
                 raise RequestError("stream", "one prompt at a time")
             return self._stream(specs[0])
+        self.check_batch(len(specs))
         started = [self._start(spec) for spec in specs]
         results = [_finish(generation, chunks) for generation, chunks in started]
         return results if is_batch else results[0]

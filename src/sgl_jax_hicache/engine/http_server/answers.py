@@ -72,6 +72,7 @@ class Answers:
         return answers
 
     def _submit(self, specs: Sequence[GenerateSpec]) -> None:
+        self._engine.check_batch(len(specs))
         for index, spec in enumerate(specs):
             self.generations.append(
                 self._engine.submit(spec, lambda chunk, i=index: self._deliver(i, chunk))  # type: ignore[misc]

@@ -230,6 +230,7 @@ _CHAT = [{"role": "user", "content": "x"}]
         ("/v1/completions", {"prompt": "a", "logprobs": 99}, "logprobs", "20"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "unknown field"),
         ("/v1/completions", {"prompt": ["a"] * 65}, "prompt", "64 are allowed"),
+        ("/generate", {"text": ["a"] * 17}, "body", "17 prompts; this server takes 16 at once"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content", "requir"),
         (
