@@ -3,7 +3,8 @@
     python test/srt/mem_cache/sgl_jax_engine/decode_step.py --pairs 15
 
 Two engines with the same tiny model on CPU. Pair by pair both answer the same new prompts, one stopped (SIGSTOP) while
-the other answers, in an order that changes. Prints the ratio of their times; on a busy machine it says nothing.
+the other answers, in an order that changes. Prints the ratio of their times, and of the processor time that all of an
+engine's processes took; on a busy machine the first says nothing, and the second little.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from engine_runs import CPU_ENGINE, TINY_ON_CPU, EngineRuns, Step, timed
 from tiny_models import MODELS
 
@@ -28,6 +31,14 @@ NUM_PROMPTS, PROMPT_LEN, NUM_NEW = 4, 60, 128
 NUM_WARM_UP = 3
 # With states the engine's own cache needs other settings, and would not do the same.
 WITHOUT_STATES = ("qwen3", "deepseek_v3", "gemma2", "mimo_v2")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one answer took: seconds, and seconds of processors."""
+
+    wall_s: float
+    cpu_s: float
 
 
 class Side:
@@ -38,8 +49,9 @@ class Side:
         self._answers = answers
         self._num_heard = 0
 
-    def answer(self) -> float:
-        """Seconds for its next prompts."""
+    def answer(self) -> Cost:
+        """What its next prompts take."""
+        before_s = self._cpu_s()
         os.killpg(self._process.pid, signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.write(b"go\n")
@@ -50,8 +62,13 @@ class Side:
             time.sleep(0.005)
         os.killpg(self._process.pid, signal.SIGSTOP)
         self._num_heard = len(lines)
-        seconds: float = json.loads(lines[-1])["seconds"]
-        return seconds
+        return Cost(json.loads(lines[-1])["seconds"], self._cpu_s() - before_s)
+
+    def _cpu_s(self) -> float:
+        """Of the engine's processes so far."""
+        driver = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (driver, *driver.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
 
 
 @contextmanager
@@ -91,7 +108,7 @@ def main() -> None:
     parser.add_argument("--model", choices=WITHOUT_STATES, default="qwen3")
     args = parser.parse_args()
     steps = questions(NUM_WARM_UP + args.pairs)
-    ratios, ours_ms, theirs_ms = [], [], []
+    pairs: list[tuple[Cost, Cost]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
@@ -100,16 +117,24 @@ def main() -> None:
         ):
             for turn in range(len(steps)):
                 first, second = (ours, theirs) if turn % 2 else (theirs, ours)
-                seconds = {first: first.answer(), second: second.answer()}
+                cost = {first: first.answer(), second: second.answer()}
                 if turn >= NUM_WARM_UP:
-                    ours_ms.append(1000 * seconds[ours] / NUM_NEW)
-                    theirs_ms.append(1000 * seconds[theirs] / NUM_NEW)
-                    ratios.append(seconds[ours] / seconds[theirs])
-    tenths = statistics.quantiles(ratios, n=10)
-    print(
-        f"{args.model}, {NUM_PROMPTS} requests of {PROMPT_LEN} + {NUM_NEW} tokens, {args.pairs} pairs: a step takes "
-        f"{statistics.median(ours_ms):.2f} ms with HiCache and files, {statistics.median(theirs_ms):.2f} ms with the "
-        f"engine's own cache; their ratio pair by pair: median {statistics.median(ratios):.3f}, "
+                    pairs.append((cost[ours], cost[theirs]))
+    print(f"{args.model}, {NUM_PROMPTS} requests of {PROMPT_LEN} + {NUM_NEW} tokens")
+    print(told("a step", [(a.wall_s, b.wall_s) for a, b in pairs]))
+    print(told("its processor time", [(a.cpu_s, b.cpu_s) for a, b in pairs]))
+
+
+def told(what: str, pairs: list[tuple[float, float]]) -> str:
+    """A line about seconds for NUM_NEW steps: with HiCache, and with the engine's own cache."""
+    ours_ms, theirs_ms = (
+        statistics.median(side) * 1000 / NUM_NEW for side in zip(*pairs, strict=True)
+    )
+    ratios = [ours / theirs for ours, theirs in pairs]
+    tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+    return (
+        f"{what}: {ours_ms:.2f} ms with HiCache and files, {theirs_ms:.2f} ms with the engine's own cache; "
+        f"their ratio in {len(pairs)} pairs: median {statistics.median(ratios):.3f}, "
         f"P10 {tenths[0]:.3f}, P90 {tenths[-1]:.3f}"
     )
 
