@@ -58,7 +58,8 @@ class Trial:
         self._layout = LAYOUTS[layout]
         self._ranks: int = self._layout.get("dp_size", 1)
         self._reused = max(192, 2 * page_size)
-        self._length = self._reused + 8
+        # What is never reused: the last token, and a page that is not full.
+        self._length = self._reused + min(8, page_size)
         settings = {
             **TINY_ON_CPU,
             "enable_single_process": True,
