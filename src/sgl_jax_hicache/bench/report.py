@@ -19,7 +19,7 @@ from .__main__ import BENCHMARKS
 from .answers import answers
 from .plots import GROWTH, write_plots
 from .record import COLUMNS, RUN, Record, read_json, row_of, short, write_json
-from .targets import judged
+from .targets import REASONS, judged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +125,7 @@ def markdown(records: Sequence[Record], plots: Sequence[tuple[str, str]]) -> str
     """The report as text: what must be reached, then every figure with its command."""
     parts = ["# Benchmarks", _INTRODUCTION, *_about(records), "## What must be reached"]
     parts.append(_table(("what", "parameters", "must reach", "found", ""), _target_rows(records)))
+    parts += _reasons(records)
     parts += [f"## {title}\n\n![{title}]({name})" for title, name in plots]
     if growth := _growth_rows(records):
         parts.append(_table(("what", "size", "cost", "unit", "of the smallest"), growth))
@@ -190,6 +191,14 @@ def _target_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _reasons(records: Sequence[Record]) -> list[str]:
+    """Why what is not met is not met, as far as that is known."""
+    unmet = dict.fromkeys(
+        record.name for target, record in judged(records) if not target.met(record)
+    )
+    return [f"**{name}**: {REASONS[name]}" for name in unmet if name in REASONS]
 
 
 def _growth_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -79,3 +79,21 @@ TARGETS: Sequence[Target] = (
 def judged(records: Sequence[Record]) -> list[tuple[Target, Record]]:
     """Every target with every record that it bounds."""
     return [(target, r) for target in TARGETS for r in records if target.applies(r)]
+
+
+REASONS: Mapping[str, str] = {
+    "replay engine thread per request": (
+        "with L2 and L3, every run of pages that moves is a transfer which the engine's thread starts and settles in\n"
+        "Python (on the whole trace 2 backups, 3 stores and 1 fetch a request), and every page that reaches the host\n"
+        "is an array of its own. The replay settles all of it before it asks again; a running engine does that between\n"
+        "the steps of a prefill. L1 alone stays far below the bound."
+    ),
+    "storage set": (
+        "beyond the raw write and rename there are the checksum over the page, and a walk from the root down to the\n"
+        "page's folder that follows no link, for every page."
+    ),
+    "tree insert, 512 of 1,024 shared": (
+        "with a list, half of the time is CPython's, which reads a thousand numbers that lie anywhere in memory."
+    ),
+}
+"""Why a bound may not be reached, by the name of the record."""
