@@ -85,7 +85,7 @@ REASONS: Mapping[str, str] = {
     "replay engine thread per request": (
         "with L2 and L3, every run of pages that moves is a transfer which the engine's thread starts and settles in\n"
         "Python (on the whole trace 2 backups, 3 stores and 1 fetch a request), and every page that reaches the host\n"
-        "is an array of its own. The replay settles all of it before it asks again; a running engine does that between\n"
+        "is an array of its own. The replay settles all of it before it asks again; a running engine does so between\n"
         "the steps of a prefill. L1 alone stays far below the bound."
     ),
     "storage set": (
