@@ -190,10 +190,14 @@ def converse(
     """
     cached = world.start(case, folder)
     all_hits: list[list[int]] = []
+    # No two may share their first page, which may be a single token.
+    openings = iter(rng.permutation(np.arange(3, 250)).tolist())
     for tier, forget in TIERS:
         together = 1 if tier == "device" else num_conversations
         for _ in range(num_conversations // together):
-            prompts = [random_prompt(rng, turns.first) for _ in range(together)]
+            prompts = [
+                [next(openings), *random_prompt(rng, turns.first - 1)] for _ in range(together)
+            ]
             kept, hit, hits = cached.kept(), 0, []
             for turn in range(turns.num_turns):
                 num_tokens = len(prompts[0])
