@@ -27,7 +27,7 @@ import psutil
 from engine_runs import CPU_ENGINE, TINY_ON_CPU, EngineRuns, Step, timed
 from tiny_models import MODELS
 
-NUM_PROMPTS, PROMPT_LEN, NUM_NEW = 4, 60, 128
+NUM_PROMPTS, PROMPT_LEN = 4, 60
 NUM_WARM_UP = 3
 # With states the engine's own cache needs other settings, and would not do the same.
 WITHOUT_STATES = ("qwen3", "deepseek_v3", "gemma2", "mimo_v2")
@@ -89,13 +89,13 @@ def side(folder: Path, model: str, steps: list[Step], hicache: bool) -> Iterator
         yield Side(process, answers)
 
 
-def questions(count: int) -> list[Step]:
+def questions(count: int, num_new: int) -> list[Step]:
     """Prompts of which none is the beginning of another."""
     rng = random.Random(0)
     return [
         timed(
             *([rng.randrange(4, 480) for _ in range(PROMPT_LEN)] for _ in range(NUM_PROMPTS)),
-            max_new_tokens=NUM_NEW,
+            max_new_tokens=num_new,
         )
         for _ in range(count)
     ]
@@ -105,9 +105,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=128, help="of an answer")
     parser.add_argument("--model", choices=WITHOUT_STATES, default="qwen3")
     args = parser.parse_args()
-    steps = questions(NUM_WARM_UP + args.pairs)
+    steps = questions(NUM_WARM_UP + args.pairs, args.steps)
     pairs: list[tuple[Cost, Cost]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -120,15 +121,15 @@ def main() -> None:
                 cost = {first: first.answer(), second: second.answer()}
                 if turn >= NUM_WARM_UP:
                     pairs.append((cost[ours], cost[theirs]))
-    print(f"{args.model}, {NUM_PROMPTS} requests of {PROMPT_LEN} + {NUM_NEW} tokens")
-    print(told("a step", [(a.wall_s, b.wall_s) for a, b in pairs]))
-    print(told("its processor time", [(a.cpu_s, b.cpu_s) for a, b in pairs]))
+    print(f"{args.model}, {NUM_PROMPTS} requests of {PROMPT_LEN} + {args.steps} tokens")
+    print(told("a step", args.steps, [(a.wall_s, b.wall_s) for a, b in pairs]))
+    print(told("its processor time", args.steps, [(a.cpu_s, b.cpu_s) for a, b in pairs]))
 
 
-def told(what: str, pairs: list[tuple[float, float]]) -> str:
-    """A line about seconds for NUM_NEW steps: with HiCache, and with the engine's own cache."""
+def told(what: str, num_steps: int, pairs: list[tuple[float, float]]) -> str:
+    """A line about seconds for so many steps: with HiCache, and with the engine's own cache."""
     ours_ms, theirs_ms = (
-        statistics.median(side) * 1000 / NUM_NEW for side in zip(*pairs, strict=True)
+        statistics.median(side) * 1000 / num_steps for side in zip(*pairs, strict=True)
     )
     ratios = [ours / theirs for ours, theirs in pairs]
     tenths = statistics.quantiles(ratios, n=10, method="inclusive")
