@@ -46,6 +46,11 @@ class HiCacheServerArgs(ServerArgs):
                 f"--hicache-checkpoint-interval {ours} and --recurrent-track-interval {theirs}: one interval is kept; "
                 "give one of them"
             )
+        if ours is not None and ours % self.page_size:
+            # The cache says so too, but the engine first, about a flag that was not given.
+            raise HiCacheConfigError(
+                f"--hicache-checkpoint-interval {ours}: not a multiple of --page-size {self.page_size}"
+            )
         if theirs is not None:
             self.hicache = dataclasses.replace(self.hicache, checkpoint_interval=theirs)
         elif self.enable_recurrent_extra_buffer:

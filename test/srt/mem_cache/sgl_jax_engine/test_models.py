@@ -71,6 +71,8 @@ class Trial:
             "precompile_token_paddings": [128],
             **model.settings,
         }
+        if "hicache_checkpoint_interval" in settings:
+            settings["hicache_checkpoint_interval"] = max(64, page_size)
         self._runs = EngineRuns(settings, folder, preload=CPU_ENGINE, tolerance=TOLERANCE)
 
     def prompts(self, seed: int) -> Step:

@@ -110,13 +110,14 @@ def test_all_our_values_are_taken(engine: Engine, tmp_path: Path) -> None:
 
 def test_what_recurrent_models_need(engine: Engine) -> None:
     line = "--model-path m --page-size 16 --hicache-storage none"
-    plain, ours, theirs, mixed, single, both = engine.build(
+    plain, ours, theirs, mixed, single, both, between = engine.build(
         line.split(),
         f"{line} --hicache-checkpoint-interval 64".split(),
         f"{line} --recurrent-track-interval 64".split(),
         f"{line} --enable-mixed-chunk".split(),
         line.replace("16", "1").split(),
         f"{line} --hicache-checkpoint-interval 64 --recurrent-track-interval 128".split(),
+        f"{line} --hicache-checkpoint-interval 72".split(),
     )
     assert plain["enable_recurrent_extra_buffer"] is True
     assert plain["hicache"]["checkpoint_interval"] is None
@@ -126,6 +127,7 @@ def test_what_recurrent_models_need(engine: Engine) -> None:
     assert mixed["enable_recurrent_extra_buffer"] is False
     assert single["enable_recurrent_extra_buffer"] is False
     assert "one interval is kept" in both["error"]
+    assert "--hicache-checkpoint-interval 72: not a multiple of --page-size 16" in between["error"]
 
 
 REFUSED = [
