@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 from storage_kit import PAGE_BYTES, SPACE, WAIT_S, make_keys, make_page
 
+from sgl_jax.srt.mem_cache.hicache import storage_census
 from sgl_jax.srt.mem_cache.hicache.page_key import PageHasher
 from sgl_jax.srt.mem_cache.hicache.storage.base import HiCacheStorage
 from sgl_jax.srt.mem_cache.hicache.storage.blob import BlobStorage
+from sgl_jax.srt.mem_cache.hicache.storage.file_ops import FileOps
 from sgl_jax.srt.mem_cache.hicache.storage.local_file import LocalFileStorage
 from sgl_jax.srt.mem_cache.hicache.storage.memory import MemoryStorage
+from sgl_jax.srt.mem_cache.hicache.storage.page_file import PageFileFormat
 from sgl_jax.srt.mem_cache.hicache.storage_census import PAGES_AT_ONCE, StorageCensus
 from sgl_jax.srt.mem_cache.hicache.types import ComponentKind, PageKey
 
@@ -132,6 +136,47 @@ def test_a_long_count_is_cut_short_by_the_end() -> None:
     census.close()
     assert not census._thread.is_alive()
     assert not census.first_count_done.is_set() or held(census) == {FULL: 0}
+
+
+def test_it_rests_and_ends_among_the_pages_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(LocalFileStorage(tmp_path, replace(SPACE, model_version="another")), 12)
+    monkeypatch.setattr(storage_census, "PAGES_AT_ONCE", 4)
+    monkeypatch.setattr(storage_census, "REST", 1e9)
+    four_opened = threading.Event()
+
+    class CountedOps(FileOps):
+        num_opened = 0
+
+        def open_for_read(self, name: str, folder_fd: int) -> int:
+            self.num_opened += 1
+            if self.num_opened == 4:
+                four_opened.set()
+            return super().open_for_read(name, folder_fd)
+
+    ops = CountedOps()
+    census = StorageCensus({FULL: LocalFileStorage(tmp_path, SPACE, ops=ops)})
+    assert four_opened.wait(WAIT_S)
+    census.close()
+    assert not census._thread.is_alive()
+    assert ops.num_opened == 4
+
+
+def test_what_went_to_keep_a_bound_is_counted_again_soon(tmp_path: Path) -> None:
+    file_bytes = PageFileFormat(SPACE).file_bytes
+    storage = LocalFileStorage(tmp_path, SPACE, max_bytes=20 * file_bytes)
+    census = StorageCensus({FULL: storage}, evicted_interval_s=0.0)
+    assert census.first_count_done.wait(WAIT_S)
+    for first_token in range(0, 6000, 1000):
+        write(storage, 10, first_token)
+    assert storage.stats().evicted >= 40
+    is_there = len(list(storage.iter_keys()))
+    give_up_s = time.monotonic() + WAIT_S
+    while held(census) != {FULL: is_there} and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert held(census) == {FULL: is_there}
+    census.close()
 
 
 class Blobs(BlobStorage):

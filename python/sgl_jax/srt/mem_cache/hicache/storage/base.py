@@ -85,6 +85,12 @@ class HiCacheStorage(ABC):
         """
         raise StorageUnavailableError(f"{type(self).__name__} cannot list its pages")
 
+    def scan(self) -> Iterator[PageKey | None]:
+        """As `iter_keys`, but each step looks at one page only, and gives None for one of another namespace: whoever
+        rests or stops between steps can do so there too. For a storage whose pages lie among others'.
+        """
+        return self.iter_keys()
+
     def clear(self) -> int:
         """Remove every page of this namespace; how many were removed. Raises StorageUnavailableError if its pages
         cannot be listed.

@@ -156,8 +156,12 @@ class LocalFileStorage(HiCacheStorage):
         return [self._delete_page(key) for key in keys]
 
     def iter_keys(self) -> Iterator[PageKey]:
-        """See `HiCacheStorage.iter_keys`: in order, as far as the headers tell. Opens every file of the folder; other
-        namespaces may have pages there too.
+        """See `HiCacheStorage.iter_keys`: in order, as far as the headers tell."""
+        return (key for key in self.scan() if key is not None)
+
+    def scan(self) -> Iterator[PageKey | None]:
+        """See `HiCacheStorage.scan`. Opens every file of the folder, which may be other namespaces' for the most
+        part: those of other components, and of weights that were there before.
         """
         self._check_open()
         try:
@@ -166,8 +170,7 @@ class LocalFileStorage(HiCacheStorage):
                 closing(iter_pages(folder_fd)) as pages,
             ):
                 for shard_fd, name, key in pages:
-                    if self._is_own(shard_fd, name):
-                        yield key
+                    yield key if self._is_own(shard_fd, name) else None
         except FileNotFoundError:
             return
 
