@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ AIM = 0.9
 """Of full attention's hit tokens, with the same bytes."""
 
 _COLOURS = dict(zip(TIERS, ("#1b7f79", "#f2a541", "#6a5acd"), strict=True))
-_LINES = ("#222222", "#1b7f79", "#4fb3ad", "#6a5acd", "#a99be8", "#d1495b")
+_LINES = ("#1b7f79", "#4fb3ad", "#6a5acd", "#a99be8", "#d1495b", "#f2a541")
 _STYLE: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -319,9 +320,8 @@ def _draw_intervals(figure: Figure, records: Sequence[Record]) -> bool:
     if not own:
         return False
     axes = figure.subplots()
-    for colour, model in zip(
-        _LINES[1:], dict.fromkeys(r.params["model"] for r in own), strict=False
-    ):
+    models = dict.fromkeys(r.params["model"] for r in own)
+    for colour, model in zip(cycle(_LINES), models, strict=False):
         of_model = sorted(
             (r for r in own if r.params["model"] == model), key=lambda r: r.params["interval"]
         )
@@ -382,6 +382,9 @@ def _draw_ttft(figure: Figure, records: Sequence[Record]) -> bool:
                 label=tier,
             )
         _label_ttft(axes, kind, [r.params["hicache_ratio"] for r in own])
+    grid[0].set_ylim(
+        bottom=0
+    )  # for all of them, now that all are drawn: it ends the scaling to what is there
     grid[0].set_ylabel("ms to the first token")
     grid[0].legend(frameon=False, fontsize=7)
     return True
@@ -393,7 +396,6 @@ def _label_ttft(axes: Axes, kind: str, ratios: Sequence[float]) -> None:
     axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
     axes.minorticks_off()
     axes.set_xlabel("hicache-ratio")
-    axes.set_ylim(bottom=0)
 
 
 _PICTURES: Sequence[tuple[str, tuple[float, float], Callable[[Figure, Sequence[Record]], bool]]] = (
