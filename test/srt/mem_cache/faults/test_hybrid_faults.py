@@ -109,6 +109,27 @@ def test_a_state_is_used_after_exactly_the_tokens_it_has_consumed(length: int) -
     check_at_rest(world)
 
 
+def test_a_state_that_is_handed_over_late_belongs_to_its_own_border() -> None:
+    """Fault 25: at its border there was no slot for the next snapshot, so the tree gets it with the pages that came
+    after it."""
+    world = hybrid(HAS_STATES)
+    req = world.start(tokens(14))
+    free = world.rows.recurrent_free_slots[0]
+    held = list(free)
+    free.clear()
+    assert world.extend(req, 14)
+    assert (req.recurrent_last_track_seqlen, world.match(tokens(14))) == (8, (0, 0))
+    free.extend(held)
+    assert world.extend(req, 14)
+    assert world.match(tokens(14)) == (8, 0)
+    world.finish(req)
+    world.cache.release_prefetch(req.rid)
+    for tier in ("device", "host"):
+        assert getattr(world.run(tokens(14)), tier) == 8
+        world.clear_device()
+    check_at_rest(world)
+
+
 @pytest.mark.parametrize("mix", [HAS_STATES, BOTH], ids=["states", "both"])
 def test_what_leaves_the_device_stays_in_the_tree_with_its_state(mix: Mix) -> None:
     """Fault 27."""
