@@ -1,7 +1,8 @@
 """The thread that owns the scheduler, the prefix cache and the device buffers.
 
 Other threads reach it through the mailbox only. It never spins: with nothing to do it waits for mail, and while only
-transfers are unfinished it waits for them, with a look into the mailbox every 5 ms.
+transfers are unfinished it waits for them, with a look into the mailbox every 5 ms. An idle engine takes a step each
+second all the same: it keeps the metrics of what changes without it, such as the pages that storage holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _EVENT_WAIT_S = 0.005
+_IDLE_WAIT_S = 1.0
 
 
 class EngineStoppedError(RuntimeError):
@@ -159,7 +161,7 @@ class SchedulerThread:
         elif self._scheduler.busy():
             self._mailbox.wait(_EVENT_WAIT_S)
         elif self._stop_at_s is None:
-            self._mailbox.wait(None)
+            self._mailbox.wait(_IDLE_WAIT_S)
 
     def _submit(self, request: GenerateRequest) -> None:
         if self._stop_at_s is not None or self.failure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,39 @@ def page_keys(storage: LocalFileStorage, prompt: list[int]) -> list[PageKey]:
     return PageHasher(storage.namespace, None).chain(None, tokens)
 
 
+def small_engine(folder: Path) -> Engine:
+    """An engine with its files below `folder`."""
+    return build_engine(
+        EngineArgs(
+            model_path=MODEL,
+            page_size=PAGE_SIZE,
+            max_total_tokens=MAX_TOTAL_TOKENS,
+            max_running_requests=2,
+            hicache=HiCacheConfig(storage=StorageKind.FILE, storage_path=folder),
+        )
+    )
+
+
+def test_an_idle_server_shows_how_many_pages_are_held(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+
+        def shown() -> float | None:
+            name = "sglang:hicache_storage_pages_held"
+            return engine.registry.get_sample_value(name, {"component": "full"})
+
+        mount = mount_of(engine)
+        assert mount.census.first_count_done.wait(WAIT_S)
+        time.sleep(2.0)  # now it is idle
+        assert shown() == 0
+        storage = mount.storages[ComponentKind.FULL]
+        page = np.zeros(storage.namespace.page_bytes, np.uint8)
+        storage.set([PageKey(bytes(32)), PageKey(bytes(31) + b"1")], [[page]] * 2)
+        give_up_s = time.monotonic() + WAIT_S
+        while shown() != 2 and time.monotonic() < give_up_s:
+            time.sleep(0.05)
+        assert shown() == 2
+
+
 def test_hits_after_a_kill_are_exactly_what_had_been_stored(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -41,16 +75,7 @@ def test_hits_after_a_kill_are_exactly_what_had_been_stored(
         answers = [server.ask(prompt)["output_ids"] for prompt in prompts]
     finally:
         server.end(kill=True)  # the last prompt's pages may or may not be there
-    config = HiCacheConfig(storage=StorageKind.FILE, storage_path=tmp_path / "pages")
-    with build_engine(
-        EngineArgs(
-            model_path=MODEL,
-            page_size=PAGE_SIZE,
-            max_total_tokens=MAX_TOTAL_TOKENS,
-            max_running_requests=2,
-            hicache=config,
-        )
-    ) as engine:
+    with small_engine(tmp_path / "pages") as engine:
         mount = mount_of(engine)
         storage = mount.storages[ComponentKind.FULL]
         assert isinstance(storage, LocalFileStorage)

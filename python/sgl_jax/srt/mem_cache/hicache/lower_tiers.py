@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 30.0
 """A load that takes longer is given up and its request recomputes; far above any healthy transfer."""
 
+STORAGE_REPORT_INTERVAL_S = 1.0
+
 VICTIMS_LOOKED_AT = 64
 """Nodes looked at beyond those that must suffice, so that a few that cannot go do not stop eviction."""
 
@@ -85,6 +87,7 @@ class LowerTiers:
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
         self._device_pages: dict[ComponentKind, int] = {}
+        self._storage_report_due_s = 0.0
         self._metrics.storage_attached(controller.storage_stats())
         self.report()
 
@@ -291,6 +294,16 @@ class LowerTiers:
             pool = self.host_pool(kind)
             self._metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
         self._metrics.lookups_in_flight(in_flight.num_lookups)
+        self._report_storage()
+
+    def report_storage(self) -> None:
+        """Bring what storage says up to date if it was not a moment ago: its pages are counted while nothing is under
+        way, too."""
+        if self.controller.now_s() >= self._storage_report_due_s:
+            self._report_storage()
+
+    def _report_storage(self) -> None:
+        self._storage_report_due_s = self.controller.now_s() + STORAGE_REPORT_INTERVAL_S
         for kind, stats in self.controller.storage_stats().items():
             self._metrics.storage(kind, stats)
 

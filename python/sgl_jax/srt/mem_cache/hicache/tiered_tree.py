@@ -355,6 +355,7 @@ class TieredTree:
             return
         self._tiers.report_device()
         if not self._tiers.controller.num_in_flight:
+            self._tiers.report_storage()
             return
         settlement = self._tiers.settle()
         for node, component in settlement.lost:
