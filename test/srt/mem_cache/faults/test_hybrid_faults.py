@@ -97,6 +97,15 @@ def test_a_pool_with_a_buffer_that_is_on_no_list_is_refused(
         component_buffers(pools.kvcache, pools.states)
 
 
+def test_with_two_track_slots_the_tree_takes_the_one_that_was_written_last() -> None:
+    """Fault 25: the other one holds the state of an earlier border, or nothing."""
+    world = hybrid(HAS_STATES, track_slots=2)
+    world.run(tokens(33))
+    for length in (33, 25, 17):
+        assert world.run([*tokens(length - 1), 900]).device == length - 1
+    check_at_rest(world)
+
+
 @pytest.mark.parametrize("length", [15, 16, 17])
 def test_a_state_is_used_after_exactly_the_tokens_it_has_consumed(length: int) -> None:
     """Fault 25: the last token is computed again, so the state after it is one too far."""
@@ -161,6 +170,18 @@ def test_a_window_in_the_middle_of_a_path_is_copied_before_its_slots_are_freed()
     world.settle()
     assert world.match(tokens(16)) == (0, 16)
     assert world.run([*tokens(16), 900]).host == 16
+    check_at_rest(world)
+
+
+@pytest.mark.parametrize("mix", [SLIDES, HAS_STATES, BOTH], ids=["slides", "states", "both"])
+def test_pages_without_a_host_copy_leave_the_device_with_their_companions(mix: Mix) -> None:
+    """Faults 28 and 29, when the Full pages go and take the rest with them."""
+    world = hybrid(mix, policy=WritePolicy.WRITE_THROUGH_AND_BACK)
+    fail_backups_of(world, tokens(33))
+    world.evict(full=10**6)
+    world.settle()
+    assert world.match(tokens(33)) == (0, 32)
+    assert world.run(tokens(33)).host == 32
     check_at_rest(world)
 
 
