@@ -17,6 +17,9 @@ import httpx
 LAUNCH = (sys.executable, "-m", "sgl_jax_hicache.launch_server", "--engine", "embedded")
 
 _TAIL_LINES = 30
+START_TIMEOUT_S = 900.0
+"""A server that cannot start ends, which shows at once; one that compiles on a busy machine only takes its time."""
+
 _POLL_S = 0.1
 
 
@@ -35,7 +38,7 @@ class ServerProcess:
         self,
         flags: Sequence[str],
         log_path: Path,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = START_TIMEOUT_S,
         launch: Sequence[str] = LAUNCH,
         port: int = 0,
     ) -> None:
