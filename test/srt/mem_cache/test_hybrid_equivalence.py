@@ -172,7 +172,7 @@ def test_prompts_at_once_in_twenty_rounds_of_twenty(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", MATRIX[1::2], ids=str)
-@pytest.mark.parametrize("model", KINDS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=str)
 def test_prompts_at_page_borders_twenty_times(
     model: HybridModel, case: Case, worlds: Worlds, tmp_path: Path, rng: np.random.Generator
 ) -> None:
