@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -115,9 +116,10 @@ def _measure(name: str, options: Sequence[str], environment: Mapping[str, str]) 
 
 
 def _without_path(record: Record) -> Record:
-    """Where the records were written is nothing that a reader could use."""
+    """Where the records were written, and where a trace lay, is nothing that a reader could use."""
     run = record.params[RUN]
-    run["command"] = run["command"].partition(" --json ")[0]
+    words = shlex.split(run["command"].partition(" --json ")[0])
+    run["command"] = shlex.join(Path(w).name if Path(w).is_absolute() else w for w in words)
     return record
 
 

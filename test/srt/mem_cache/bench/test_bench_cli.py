@@ -124,6 +124,20 @@ def test_the_report_shows_targets_figures_and_plots(tmp_path: Path) -> None:
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    run = {
+        **RUN,
+        "command": "python -m bench replay --trace /somewhere/on/it/trace.jsonl --json /out",
+    }
+    record = Record("storage set", 3.0, "GB/s", 5.0, params={"run": run})
+    source = tmp_path / "records.json"
+    write_json([record], source)
+    assert main(["all", "--from", str(source), "--output-dir", str(tmp_path)]) == 0
+    text = (tmp_path / "bench.md").read_text()
+    assert "--trace trace.jsonl`" in text
+    assert "/somewhere" not in text
+
+
 def test_every_reason_is_one_of_a_target() -> None:
     assert REASONS.keys() <= {target.name for target in TARGETS}
 
