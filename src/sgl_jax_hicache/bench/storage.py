@@ -1,7 +1,7 @@
 """The file storage against raw files in the same folder: set against write + rename, get against readinto.
 
-Everything stays in the page cache, so this is what the storage adds, not what the disk gives. `get` is compared with
-reading into memory that is there already, and into fresh memory, which is what a page that is kept needs.
+Everything stays in the page cache, so this is what the storage adds, not what the disk gives. `get`, which uses the
+memory of pages that are gone, is compared with reading into memory that is there already, and into fresh memory.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ them).
 """
 
 PageBytes = npt.NDArray[np.uint8]
-"""One page read back: uint8[page_bytes], freshly allocated, owned by the caller."""
+"""One page read back: uint8[page_bytes], the caller's own. Nobody else writes to its memory while
+it, or what was made of it, is there.
+"""
 
 
 class HiCacheStorage(ABC):
