@@ -57,13 +57,11 @@ Int32Array = npt.NDArray[np.int32]
 class UnifiedRadixCache:
     """The engine's cache; see the module for the rules.
 
-    `tree`: the components and tiers, wired by `builder`; `storage_opener` with a host tier. `store_early`: storage gets
-    a page as soon as its host copy is complete (write_through), else when it is to leave the host.
-    `sliding_window_size`: tokens, with a sliding-window component. `recurrent_track_interval`: tokens between two
-    snapshots that the engine takes of a request's recurrent state, with a recurrent component. `checkpoint_interval`:
-    tokens between the borders at which an engine should hand a decoding request's pages over (`cache_unfinished_req`),
-    before its window leaves them behind; 0: never. `disable`:
-    nothing is ever reused. `clock`: monotonic seconds.
+    `tree`: the components and tiers, wired by `builder`; `storage_opener` with a host tier. `sliding_window_size`:
+    tokens, with a sliding-window component. `recurrent_track_interval`: tokens between two snapshots that the engine
+    takes of a request's recurrent state, with a recurrent component. `checkpoint_interval`: tokens between the borders
+    at which an engine should hand a decoding request's pages over (`cache_unfinished_req`), before its window leaves
+    them behind; 0: never. `disable`: nothing is ever reused. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class UnifiedRadixCache:
         tree: TieredTree,
         metrics: HiCacheMetrics,
         storage_opener: StorageOpener | None,
-        store_early: bool = True,
         prefetch_rules: PrefetchRules,
         sliding_window_size: int | None = None,
         recurrent_track_interval: int = 0,
@@ -97,7 +94,7 @@ class UnifiedRadixCache:
         self._insertion = Insertion(tree)
         self._eviction = DeviceEviction(tree, metrics)
         self._load_back = LoadBack(tree, self._eviction)
-        self._writer = StorageWriter(tree, store_early=store_early)
+        self._writer = StorageWriter(tree)
         self._states = RequestStates(tree, self._eviction)
         self._prefetch = StoragePrefetch(tree, metrics, rules=prefetch_rules, clock=clock)
         self._last_asker: Any = None

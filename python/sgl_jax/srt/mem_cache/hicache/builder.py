@@ -148,6 +148,7 @@ def build_unified_radix_cache(
         device=DeviceSlots(token_to_kv_pool_allocator, req_to_token_pool, has_swa=has_swa),
         tiers=_tiers(config, below, components, metrics, executor, clock),
         keys=below.keys if below is not None else None,
+        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
     )
     interval = device.checkpoints.interval if device is not None and len(kinds) > 1 else 0
     return UnifiedRadixCache(
@@ -156,7 +157,6 @@ def build_unified_radix_cache(
         tree=tree,
         metrics=metrics,
         storage_opener=below.opener if below is not None else None,
-        store_early=config.write_policy is WritePolicy.WRITE_THROUGH,
         prefetch_rules=config.prefetch_rules,
         sliding_window_size=sliding_window_size if has_swa else None,
         recurrent_track_interval=interval if has_states else 0,

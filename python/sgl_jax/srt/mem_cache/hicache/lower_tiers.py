@@ -8,7 +8,7 @@ nodes changed. Scheduler thread only; nothing here blocks except `wait_loads`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from .host_pool.base import HostKVPool
 from .in_flight import LoadFuture
 from .metrics import HiCacheMetrics
 from .storage_mount import DetachedStorage, StorageMount
+from .storage_query import STORAGE_BATCH_PAGES
 from .tree_node import TreeNode
 from .types import ComponentKind, LookupResult, Tier, TransferKind, TransferResult
 
@@ -216,9 +217,25 @@ class LowerTiers:
 
     # -- storage -----------------------------------------------------------------------------------------------------
 
-    def store(self, plan: StorePlan) -> None:
-        """Start writing pages to storage."""
-        self.controller.store(plan.component, plan.host_pages, plan.page_keys, plan.links)
+    def store(self, plans: Iterable[StorePlan]) -> None:
+        """Start writing pages to storage: of each component a transfer for every storage batch, which the workers share,
+        and no plan in two of them."""
+        batches: dict[ComponentKind, list[StorePlan]] = {}
+        for plan in plans:
+            batch = batches.setdefault(plan.component, [])
+            batch.append(plan)
+            if sum(len(waiting.host_pages) for waiting in batch) >= STORAGE_BATCH_PAGES:
+                self._start_store(plan.component, batches.pop(plan.component))
+        for kind, batch in batches.items():
+            self._start_store(kind, batch)
+
+    def _start_store(self, kind: ComponentKind, plans: Sequence[StorePlan]) -> None:
+        self.controller.store(
+            kind,
+            np.concatenate([plan.host_pages for plan in plans]),
+            [key for plan in plans for key in plan.page_keys],
+            [link for plan in plans for link in plan.links],
+        )
 
     def attach_storage(self, mount: StorageMount) -> None:
         """L3 is there from now on. Raises StorageAttachError if there is one already."""

@@ -18,39 +18,41 @@ than that; a flush, its eviction or a longer prompt try once more."""
 
 
 class StorageWriter:
-    """Writing of one tree's pages. `store_early`: storage gets a page as soon as its host copy is complete
-    (write_through), else when the page is to leave the host. Scheduler thread only; only `flush` waits."""
+    """Writing of one tree's pages, by the tree's policy. Scheduler thread only; only `flush` waits."""
 
-    def __init__(self, tree: TieredTree, *, store_early: bool) -> None:
+    def __init__(self, tree: TieredTree) -> None:
         self._tree = tree
-        self._store_early = store_early
         self._unstored: dict[tuple[TreeNode, TreeComponent], int] = {}  # -> times storage refused
         self._retry_at_s = 0.0
         tree.subscribe(self._on_settled)
 
     def _on_settled(self, settlement: Settlement) -> None:
         tree = self._tree
-        if not self._store_early or not tree.has_storage:
+        if not tree.stores_early:
             return
         for refused in settlement.unstored:
             self._unstored[refused] = self._unstored.get(refused, 0) + 1
             self._retry_at_s = tree.tiers.controller.now_s() + STORE_RETRY_S
+        complete: list[tuple[TreeComponent, TreeNode]] = []
         for node, component in settlement.backed_up:
             if not self._writable(component.kind):
                 self._unstored.setdefault((node, component), 0)
             elif node.parent is not None:
-                tree.store_part(component, node)
+                complete.append((component, node))
+        tree.store_parts(complete)
 
     def keep_reserve(self) -> None:
         """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
         only if something changed since it last found nothing to do."""
         tree = self._tree
-        if self._store_early or not tree.host_only_changed or not tree.has_storage:
+        if tree.stores_early or not tree.host_only_changed or not tree.has_storage:
             return
-        tree.host_only_changed = False
-        for component in tree.components:
-            for node in tree.tiers.oldest_unstored(component):
-                tree.host_only_changed |= tree.store_part(component, node)
+        begun = tree.store_parts(
+            (component, node)
+            for component in tree.components
+            for node in tree.tiers.oldest_unstored(component)
+        )
+        tree.host_only_changed = bool(begun)
 
     def retry_stores(self) -> None:
         """With the early policy: write again what storage did not take, a few nodes at a time."""
@@ -65,7 +67,8 @@ class StorageWriter:
             num_refusals = self._unstored.pop(refused)
             if node.parent is None or num_refusals > STORE_RETRIES:
                 continue
-            if self._tree.store_part(component, node):
+            # Each by itself: what fails because of one page is no fault of the others.
+            if self._tree.store_parts([(component, node)]):
                 self._unstored[refused] = num_refusals
 
     def flush(self, deadline_s: float) -> bool:
@@ -93,8 +96,7 @@ class StorageWriter:
                 return False
             num_missing = len(missing)
             # Written first: pages on their way to storage are not dropped to make room for the others.
-            for component, node in missing:
-                tree.store_part(component, node)
+            tree.store_parts(missing)
             with tree.backing_up():
                 num_backups = sum(
                     node.parent is not None and bool(tree.back_up_part(component, node))
@@ -106,7 +108,7 @@ class StorageWriter:
         """With the early policy: what is complete on the host is written, a few nodes at a time. Where the storage has
         it, that costs a look."""
         tree = self._tree
-        if self._store_early:
+        if tree.stores_early:
             for node in tree.tree.nodes():
                 for component in tree.components:
                     if component.host_ready(node):

@@ -37,7 +37,8 @@ NO_SLOTS: Int32Array = np.empty(0, np.int32)
 class TieredTree:
     """Nodes, their components' data on every tier, and the moves between tiers.
 
-    `components`: Full first. `tiers` and `keys` are None without a host.
+    `components`: Full first. `tiers` and `keys` are None without a host. `store_early`: storage gets a page as soon as
+    its host copy is complete (write_through), else when it is to leave the host.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TieredTree:
         device: DeviceSlots,
         tiers: LowerTiers | None,
         keys: PathKeys | None,
+        store_early: bool = True,
     ) -> None:
         self.components = tuple(components)
         self.full = self.components[0]
@@ -64,6 +66,7 @@ class TieredTree:
         self._page_size = codec.page_size
         self._tiers = tiers
         self._keys = keys
+        self._store_early = store_early
         self._on_settled: list[Callable[[Settlement], None]] = []
 
     @property
@@ -89,6 +92,11 @@ class TieredTree:
     def has_storage(self) -> bool:
         """True if there is a storage tier now."""
         return self._tiers is not None and self._tiers.controller.mount is not None
+
+    @property
+    def stores_early(self) -> bool:
+        """True if storage is to get what is on the device without waiting for it to leave."""
+        return self._store_early and self.has_storage
 
     @property
     def longest_node(self) -> int:
@@ -246,26 +254,33 @@ class TieredTree:
         """Start the backup of what the path's nodes lack on the host, from the top: a Full child is of use only with
         what lies above it. Each component stops where it has no room; eviction or the next insert tries again.
 
-        What made room on the host while on the device is left until it leaves the device: copied again with every chunk
-        of a long prompt, the nodes of its path would push each other out in turn.
+        What is on the device needs no copy yet, so it takes nobody's place on the host, unless storage is to get it
+        early: a full host would lose, for copies that the device makes useless, what nobody else has. What made room on
+        the host while on the device is left until it leaves the device: copied again with every chunk of a long prompt,
+        the nodes of its path would push each other out in turn.
         """
         with self.backing_up():
             for component in self.components:
                 for node in path:
                     if component.data(node).mirror_dropped:
                         continue
-                    if self.back_up_part(component, node) is False:
+                    if self.back_up_part(component, node, make_room=self.stores_early) is False:
                         break
 
-    def back_up_part(self, component: TreeComponent, node: TreeNode) -> bool | None:
-        """Have backed up what the node's component lacks on the host, within `backing_up`. False if there is no room,
-        None if it lacks nothing."""
+    def back_up_part(
+        self, component: TreeComponent, node: TreeNode, *, make_room: bool = True
+    ) -> bool | None:
+        """Have backed up what the node's component lacks on the host, within `backing_up`. `make_room`: also at the
+        cost of what is there. False if there is no room, None if it lacks nothing."""
         plan = component.write_through(node)
         if plan is None:
             return None
-        if not self.make_host_room(component, len(plan.device_pages)):
-            return False
-        return self.tiers.backup(plan)
+        num_pages = len(plan.device_pages)
+        has_room = self.make_host_room if make_room else self._has_host_room
+        return has_room(component, num_pages) and self.tiers.backup(plan)
+
+    def _has_host_room(self, component: TreeComponent, num_pages: int) -> bool:
+        return self.tiers.has_room(component.kind, num_pages)
 
     def make_host_room(self, component: TreeComponent, num_pages: int) -> bool:
         """Evict host pages until `num_pages` are free, as far as that is possible without waiting."""
@@ -273,9 +288,12 @@ class TieredTree:
             victims = self.tiers.find_victims(component, num_pages)
             for victim in victims.clean:
                 self._drop_victim(component, victim)
-            for node in victims.dirty:
-                if node.parent is not None:
-                    self.store_all(component, node)
+            self.store_parts(
+                (leaving, node)
+                for node in victims.dirty
+                if node.parent is not None
+                for leaving in self._leaving_with(component)
+            )
             if not victims.clean:
                 return False
         return True
@@ -309,18 +327,20 @@ class TieredTree:
 
     # -- host -> storage ---------------------------------------------------------------------------------------------
 
-    def store_part(self, component: TreeComponent, node: TreeNode) -> bool:
-        """Start writing to storage what it lacks of the node's component, and of what that is of no use without; False
-        if it lacks nothing, or there is none."""
-        plan = component.write_back(node) if self.has_storage else None
-        if plan is not None:
-            self.tiers.store(plan)
-        return plan is not None
+    def store_parts(
+        self, parts: Iterable[tuple[TreeComponent, TreeNode]]
+    ) -> list[tuple[TreeComponent, TreeNode]]:
+        """Start writing to storage what it lacks of these nodes' components, and of what those are of no use without,
+        in as few transfers as are worth having. The parts of which it lacked something; none without a storage."""
+        if not self.has_storage:
+            return []
+        plans = {part: plan for part in parts if (plan := part[0].write_back(part[1])) is not None}
+        self.tiers.store(plans.values())
+        return list(plans)
 
-    def store_all(self, component: TreeComponent, node: TreeNode) -> None:
-        """The same for everything that leaves the tree with the node's component: with Full all of them."""
-        for leaving in self.components if component is self.full else (component,):
-            self.store_part(leaving, node)
+    def _leaving_with(self, component: TreeComponent) -> Sequence[TreeComponent]:
+        """What leaves the tree with a node's component: with Full everything."""
+        return self.components if component is self.full else (component,)
 
     def attach_storage(self, mount: StorageMount) -> None:
         """Storage is there from now on. Raises StorageAttachError if there is one already."""
