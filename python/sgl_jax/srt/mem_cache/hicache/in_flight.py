@@ -194,8 +194,8 @@ class InFlight:
     def give_up(self, kind: ComponentKind, host_pages: Int32Array) -> None:
         """Nobody wants these host pages: free them now, or, if somebody holds them, when nobody does any more."""
         pool = self._host_pools[kind]
-        locked = pool.is_locked(host_pages)
-        if np.count_nonzero(locked):
+        if pool.any_locked(host_pages):
+            locked = pool.is_locked(host_pages)
             self._given_up[kind].update(host_pages[locked].tolist())
             host_pages = host_pages[~locked]
         pool.free(host_pages)

@@ -8,6 +8,7 @@ nodes changed. Scheduler thread only; nothing here blocks except `wait_loads`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -88,6 +89,7 @@ class LowerTiers:
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
         self._device_pages: dict[ComponentKind, int] = {}
+        self._in_flight: Counter[tuple[TransferKind, ComponentKind]] = Counter()
         self._storage_report_due_s = 0.0
         self._metrics.storage_attached(controller.storage_stats())
         self.report()
@@ -156,7 +158,7 @@ class LowerTiers:
             on_device = component.data(node).device_slots is not None
             if not on_device and not self._expendable(component, node):
                 dirty.append(node)
-            elif not pool.is_locked(pages).any():
+            elif not pool.any_locked(pages):
                 # A node on the device is not cut: that would change its place in the order of device eviction.
                 cut = is_full and not on_device
                 clean.append(HostVictim(node, max(len(pages) - short, 0) if cut else 0))
@@ -218,8 +220,8 @@ class LowerTiers:
     # -- storage -----------------------------------------------------------------------------------------------------
 
     def store(self, plans: Iterable[StorePlan]) -> None:
-        """Start writing pages to storage: of each component a transfer for every storage batch, which the workers share,
-        and no plan in two of them."""
+        """Start writing pages to storage: of each component one transfer for every storage batch, so that the workers
+        share them. No plan is in two of them."""
         batches: dict[ComponentKind, list[StorePlan]] = {}
         for plan in plans:
             batch = batches.setdefault(plan.component, [])
@@ -290,7 +292,7 @@ class LowerTiers:
                     settlement.unstored[node, component] = None
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
-        self.report()
+        self.report(storage=not len(self.controller.in_flight))
         return settlement
 
     def report_device(self) -> None:
@@ -301,17 +303,22 @@ class LowerTiers:
                 self._device_pages[kind] = num_pages
                 self._metrics.device_pages(kind, num_pages)
 
-    def report(self) -> None:
-        """Bring gauges and storage counters up to date."""
+    def report(self, *, storage: bool = True) -> None:
+        """Bring gauges up to date, and storage counters: those of `storage` only if they were not a moment ago."""
         in_flight = self.controller.in_flight
         counts = in_flight.counts()
+        for labels in counts.keys() | self._in_flight.keys():
+            if counts[labels] != self._in_flight[labels]:
+                self._metrics.in_flight(*labels, counts[labels])
+        self._in_flight = counts
         for kind in self._components:
-            for transfer_kind in TransferKind:
-                self._metrics.in_flight(transfer_kind, kind, counts[transfer_kind, kind])
             pool = self.host_pool(kind)
             self._metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
         self._metrics.lookups_in_flight(in_flight.num_lookups)
-        self._report_storage()
+        if storage:
+            self._report_storage()
+        else:
+            self.report_storage()
 
     def report_storage(self) -> None:
         """Bring what storage says up to date if it was not a moment ago: its pages are counted while nothing is under

@@ -23,7 +23,7 @@ from ..errors import InvariantError, PageStateError
 from ..storage.base import Payload
 from ..types import PageLayout
 from .host_page import HostPage, SparePages
-from .page_table import HostPages, PageState, PageTable
+from .page_table import HostPages, PageIds, PageState, PageTable
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -72,7 +72,7 @@ class HostKVPool(ABC):
         self._table = PageTable(num_pages)
         self._layout = layout
         self._arrays = arrays
-        self._filled = np.zeros(num_pages, bool)
+        self._filled = bytearray(num_pages)
 
     @property
     def layout(self) -> PageLayout:
@@ -115,12 +115,11 @@ class HostKVPool(ABC):
 
     def mark_ready(self, host_pages: HostPages) -> None:
         """Publish WRITING pages whose bytes were put; PageStateError (nothing changed) if one has none."""
-        pages = self._table.require(host_pages, PageState.WRITING, "marked ready")
-        filled = self._filled[pages]
-        if np.count_nonzero(filled) != len(pages):
-            empty = pages[~filled]
-            raise PageStateError(f"host pages {empty[:8].tolist()} marked ready without bytes")
-        self._table.mark_ready(pages)
+        ids = self._table.require(host_pages, PageState.WRITING, "marked ready")
+        empty = [page for page in ids if not self._filled[page]]
+        if empty:
+            raise PageStateError(f"host pages {empty[:8]} marked ready without bytes")
+        self._table.mark_ready(host_pages)
 
     def free(self, host_pages: HostPages) -> None:
         """Give pages back with their bytes. PageStateError (nothing changed) on FREE, locked or repeated pages."""
@@ -129,7 +128,7 @@ class HostKVPool(ABC):
     def evict(self, num_pages: int) -> HostPages:
         """Free up to `num_pages` READY, unlocked pages, the least recently used first; returns int32[k]."""
         pages = self._table.evict(num_pages)
-        self._forget(pages)
+        self._forget(pages.tolist())
         return pages
 
     def oldest(self, num_pages: int) -> HostPages:
@@ -154,11 +153,15 @@ class HostKVPool(ABC):
 
     def all_ready(self, host_pages: HostPages) -> bool:
         """True if every one of the pages is READY."""
-        return not np.count_nonzero(self._table.states_of(host_pages) != _READY)
+        return self._table.all_in(host_pages, PageState.READY)
 
     def is_locked(self, host_pages: HostPages) -> npt.NDArray[np.bool_]:
         """Which pages have at least one lock: bool[num_pages]."""
         return self._table.refs_of(host_pages) > 0
+
+    def any_locked(self, host_pages: HostPages) -> bool:
+        """True if one of the pages has a lock."""
+        return self._table.any_locked(host_pages)
 
     def epochs(self, host_pages: HostPages) -> npt.NDArray[np.int64]:
         """The tenancy of each page; a page that was given away and allocated again has a greater one."""
@@ -168,7 +171,8 @@ class HostKVPool(ABC):
         """Give WRITING pages their bytes, one host page each. Any thread. The arrays need not be complete yet."""
         ids = self._writable(host_pages, len(pages))
         self._store(ids, pages)
-        self._filled[ids] = True
+        for page in ids:
+            self._filled[page] = True
 
     def write_bytes(self, host_pages: HostPages, arrays: Sequence[ByteArray]) -> None:
         """Give WRITING pages their bytes from uint8[page_bytes] arrays, which the pool takes over. Any thread."""
@@ -181,7 +185,7 @@ class HostKVPool(ABC):
         """
         ids = self._table.require(host_pages, PageState.READY, "read")
         pages = self._fetch(ids)
-        self._table.touch(ids)
+        self._table.touch(host_pages)
         return pages
 
     def read_bytes(self, host_pages: HostPages) -> list[Payload]:
@@ -192,38 +196,38 @@ class HostKVPool(ABC):
     def clear(self) -> None:
         """Forget everything: all pages FREE, in a new epoch. PageStateError (nothing changed) if one is locked."""
         self._table.clear()
-        self._forget(np.arange(self.num_pages, dtype=np.int32))
+        self._forget(range(self.num_pages))
 
     def check_invariants(self) -> None:
         """Raise InvariantError with the numbers if a fact of the class is broken; O(num_pages)."""
         self._table.check_invariants()
         states = self._table.states_of(np.arange(self.num_pages, dtype=np.int32))
-        wrong = ((states == int(PageState.FREE)) & self._filled) | (
-            (states == _READY) & ~self._filled
-        )
+        filled = np.array(self._filled, bool)
+        wrong = ((states == int(PageState.FREE)) & filled) | ((states == _READY) & ~filled)
         if wrong.any():
             raise InvariantError(
                 f"P4: pages {np.flatnonzero(wrong)[:8].tolist()} are FREE with bytes or READY without"
             )
 
     @abstractmethod
-    def _store(self, ids: HostPages, pages: Sequence[HostPage]) -> None:
+    def _store(self, ids: PageIds, pages: Sequence[HostPage]) -> None:
         """Keep the bytes of `pages` as pages `ids`."""
 
     @abstractmethod
-    def _fetch(self, ids: HostPages) -> list[HostPage]:
+    def _fetch(self, ids: PageIds) -> list[HostPage]:
         """The bytes of pages `ids`, independent of what happens to the pages afterwards."""
 
     @abstractmethod
-    def _drop(self, ids: HostPages) -> None:
+    def _drop(self, ids: Sequence[int]) -> None:
         """Let go of what is held for pages `ids`."""
 
-    def _writable(self, host_pages: HostPages, num_given: int) -> HostPages:
+    def _writable(self, host_pages: HostPages, num_given: int) -> PageIds:
         ids = self._table.require(host_pages, PageState.WRITING, "written")
         if len(ids) != num_given:
             raise ValueError(f"{len(ids)} host pages but bytes for {num_given}")
         return ids
 
-    def _forget(self, ids: HostPages) -> None:
-        self._filled[ids] = False
+    def _forget(self, ids: Sequence[int]) -> None:
+        for page in ids:
+            self._filled[page] = False
         self._drop(ids)

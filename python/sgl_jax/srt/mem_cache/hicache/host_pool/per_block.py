@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..errors import InvariantError
 from ..types import PageLayout
 from .base import HostArrays, HostKVPool
 from .host_page import HostPage
-from .page_table import HostPages
+from .page_table import PageIds
 
 
 class PerBlockHostPool(HostKVPool):
@@ -28,7 +26,7 @@ class PerBlockHostPool(HostKVPool):
     @property
     def host_bytes(self) -> int:
         """Bytes of the pages referred to now and of those kept for the next; O(num_pages)."""
-        num_held = int(np.count_nonzero(self._filled)) + len(self._arrays.spares)
+        num_held = self._filled.count(True) + len(self._arrays.spares)
         return num_held * self._layout.page_bytes
 
     def clear(self) -> None:
@@ -39,29 +37,29 @@ class PerBlockHostPool(HostKVPool):
     def check_invariants(self) -> None:
         """As in the base; a slot refers to a page exactly if the page has bytes."""
         super().check_invariants()
-        held = np.array([slot is not None for slot in self._slots], bool)
-        if not np.array_equal(held, self._filled):
+        held = bytearray(slot is not None for slot in self._slots)
+        if held != self._filled:
             raise InvariantError(
-                f"P4: {int(held.sum())} slots refer to a page, {int(self._filled.sum())} have bytes"
+                f"P4: {held.count(True)} slots refer to a page, {self._filled.count(True)} have bytes"
             )
 
-    def _store(self, ids: HostPages, pages: Sequence[HostPage]) -> None:
-        for slot, page in zip(ids.tolist(), pages, strict=True):
+    def _store(self, ids: PageIds, pages: Sequence[HostPage]) -> None:
+        for slot, page in zip(ids, pages, strict=True):
             page.bequeath(self._arrays.spares)
             self._slots[slot] = page
         # A page that brought memory of its own, from storage, takes the place of a spare one.
         self._arrays.spares.limit(self._table.num_free)
 
-    def _fetch(self, ids: HostPages) -> list[HostPage]:
+    def _fetch(self, ids: PageIds) -> list[HostPage]:
         pages = []
-        for slot in ids.tolist():
+        for slot in ids:
             page = self._slots[slot]
             if page is None:
                 raise InvariantError(f"P4: host page {slot} is READY but has no bytes")
             pages.append(page)
         return pages
 
-    def _drop(self, ids: HostPages) -> None:
+    def _drop(self, ids: Sequence[int]) -> None:
         self._arrays.spares.limit(self._table.num_free)
-        for slot in ids.tolist():
+        for slot in ids:
             self._slots[slot] = None

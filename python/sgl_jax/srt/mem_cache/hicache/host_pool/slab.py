@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..types import PageLayout
 from .base import HostArrays, HostKVPool
 from .host_page import HostPage
-from .page_table import HostPages
+from .page_table import PageIds
 
 
 class SlabHostPool(HostKVPool):
@@ -28,13 +30,13 @@ class SlabHostPool(HostKVPool):
         """Bytes of the slab: always all of them."""
         return self.capacity_bytes
 
-    def _store(self, ids: HostPages, pages: Sequence[HostPage]) -> None:
+    def _store(self, ids: PageIds, pages: Sequence[HostPage]) -> None:
         with self._slab_lock:
-            self._slab = self._arrays.write_slab(self._slab, ids, pages)
+            self._slab = self._arrays.write_slab(self._slab, np.array(ids, np.int32), pages)
 
-    def _fetch(self, ids: HostPages) -> list[HostPage]:
+    def _fetch(self, ids: PageIds) -> list[HostPage]:
         with self._slab_lock:
-            return self._arrays.read_slab(self._slab, ids)
+            return self._arrays.read_slab(self._slab, np.array(ids, np.int32))
 
-    def _drop(self, ids: HostPages) -> None:
+    def _drop(self, ids: Sequence[int]) -> None:
         del ids  # rows are simply written over by their next tenant
