@@ -49,7 +49,7 @@ def check_at_rest(world: HybridWorld) -> None:
         assert pool.num_locked == 0
         assert not controller.in_flight._given_up[component.kind]
         assert pool.num_free + component.host.num_pages == pool.num_pages
-        assert not component.host.storing.any()
+        assert not component.host.storing
     if world.tree.has_storage:
         _check_storage(world)
 

@@ -165,13 +165,13 @@ def test_a_late_write_says_nothing_about_another_storage(shelves: Shelves) -> No
     world.cache.check_hicache_events()
     assert detached.drained.done()
     assert num_pages(shelves, A) == 8
-    assert not world.tree.full.host.stored.any()
+    assert world.tree.full.host.num_stored() == 0
     now[0] += 2.0
     world.cache.check_hicache_events()
     executor.run_all()
     world.settle()
     assert num_pages(shelves, B) == 8
-    assert world.tree.full.host.stored.sum() == 8
+    assert world.tree.full.host.num_stored() == 8
     world.verify_at_rest()
 
 

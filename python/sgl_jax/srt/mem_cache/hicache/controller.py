@@ -244,6 +244,8 @@ class HiCacheController:
                 batch = slice(first, first + STORAGE_BATCH_PAGES)
                 payloads = host_pool.read_bytes(host_pages[batch])
                 stored.extend(storage.set_linked(page_keys[batch], payloads, follows[batch]))
+            if len(stored) != len(host_pages):
+                raise InvariantError(f"{len(host_pages)} pages stored, {len(stored)} answers")
             return stored
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))

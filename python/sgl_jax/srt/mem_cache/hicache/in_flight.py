@@ -166,22 +166,25 @@ class InFlight:
     def _end_transfer(self, completion: Completion) -> TransferResult:
         pending = self._pending.pop(completion.transfer_id)
         pool = self._host_pools[pending.component]
-        ok = np.zeros(len(pending.host_pages), bool)
-        if completion.error is None:
-            ok[:] = completion.value
-        num_ok = int(np.count_nonzero(ok))
+        ok = (
+            tuple(map(bool, completion.value))
+            if completion.error is None
+            else (False,) * len(pending.host_pages)
+        )
+        num_ok = sum(ok)
         pool.unlock(pending.host_pages)
         if pending.kind is TransferKind.BACKUP:
             self.backup_bytes -= pending.num_bytes
         if pending.kind in (TransferKind.BACKUP, TransferKind.FETCH):
-            pool.mark_ready(pending.host_pages[ok])
+            arrived = pending.host_pages if num_ok == len(ok) else pending.host_pages[list(ok)]
+            pool.mark_ready(arrived)
         self._free_given_up(pending.component, pending.host_pages)
         pending.future.result = TransferResult(
             transfer_id=completion.transfer_id,
             kind=pending.kind,
             component=pending.component,
             host_pages=tuple(pending.host_pages.tolist()),
-            ok_pages=tuple(ok.tolist()),
+            ok_pages=ok,
             error=completion.error,
             num_bytes=self.num_bytes(pending.component, num_ok),
             seconds=completion.seconds,

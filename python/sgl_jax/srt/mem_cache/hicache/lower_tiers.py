@@ -173,7 +173,7 @@ class LowerTiers:
         return not any(
             pages is not None
             and self.controller.storage_writable(lost.kind)
-            and not lost.host.stored[pages].all()
+            and not lost.host.all_stored(pages)
             for lost in leaving
             for pages in (lost.data(node).host_pages,)
         )
@@ -202,14 +202,14 @@ class LowerTiers:
             if want <= 0 or pages is None:
                 break
             want -= len(pages)
-            if not (component.host.stored[pages] | component.host.storing[pages]).all():
+            if component.host.lacking(pages):
                 found.append(node)
         return found
 
     def drop_host(self, component: TreeComponent, node: TreeNode) -> None:
         """Take the node's host pages, whatever uses them now: a transfer under way keeps them until it ends."""
         pages = component.host.detach(node)
-        component.data(node).in_storage = bool(component.host.stored[pages].all())
+        component.data(node).in_storage = component.host.all_stored(pages)
         self._count_dropped(component, node, pages)
         self.controller.evict_callback(component.kind, pages)
 
@@ -285,10 +285,8 @@ class LowerTiers:
             if result.kind is TransferKind.BACKUP:
                 self._settle_backup(component, result, settlement)
             elif result.kind is TransferKind.STORE and not result.detached:
-                pages, ok = np.array(result.host_pages, np.int32), np.array(result.ok_pages, bool)
-                component.host.storing[pages] = False
-                component.host.stored[pages[ok]] = True
-                for node in component.host.owners(pages[~ok].tolist()):
+                component.host.store_ended(result.host_pages, result.ok_pages)
+                for node in component.host.owners(result.failed_pages):
                     settlement.unstored[node, component] = None
             elif result.kind is TransferKind.FETCH:
                 settlement.fetches.append(result)
@@ -341,8 +339,7 @@ class LowerTiers:
         self, component: TreeComponent, result: TransferResult, settlement: Settlement
     ) -> None:
         """Every fragment that the node was cut into since is looked at: pages know their owners."""
-        failed = [p for p, ok in zip(result.host_pages, result.ok_pages, strict=True) if not ok]
-        lost = component.host.owners(failed)
+        lost = component.host.owners(result.failed_pages)
         for node in component.host.owners(result.host_pages):
             ended = settlement.lost if node in lost else settlement.backed_up
             ended[node, component] = None
@@ -352,5 +349,5 @@ class LowerTiers:
     def _count_dropped(self, component: TreeComponent, node: TreeNode, pages: Int32Array) -> None:
         self._metrics.evicted(Tier.HOST, component.kind, len(pages))
         if component.data(node).device_slots is None:
-            lost = int(len(pages) - component.host.stored[pages].sum())
+            lost = len(pages) - component.host.num_stored(pages.tolist())
             self._metrics.dropped(Tier.HOST, component.kind, lost)

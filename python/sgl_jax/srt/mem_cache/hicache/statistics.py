@@ -87,7 +87,7 @@ def _components(tree: TieredTree) -> dict[str, ComponentStatistics]:
             device_pages_used=component.num_device_pages(),
             host_pages_used=pool.num_pages - pool.num_free,
             host_pages_capacity=pool.num_pages,
-            host_pages_stored=int(component.host.stored.sum()),
+            host_pages_stored=component.host.num_stored(),
             storage=asdict(stats[component.kind]) if component.kind in stats else None,
         )
     return found

@@ -133,7 +133,7 @@ class StorageWriter:
         """True if storage has what the node's component keeps, or there is nothing to keep."""
         data = component.data(node)
         if data.host_pages is not None:
-            return bool(component.host.stored[data.host_pages].all())
+            return component.host.all_stored(data.host_pages)
         return data.in_storage or data.device_slots is None or not component.wants_host_copy(node)
 
     def _writable(self, kind: ComponentKind) -> bool:

@@ -129,6 +129,11 @@ class TransferResult:
         """True if every page arrived."""
         return all(self.ok_pages)
 
+    @property
+    def failed_pages(self) -> list[int]:
+        """The host pages that did not arrive."""
+        return [page for page, ok in zip(self.host_pages, self.ok_pages, strict=True) if not ok]
+
 
 @dataclass(frozen=True)
 class LookupResult:

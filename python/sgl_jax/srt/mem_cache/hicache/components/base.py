@@ -94,7 +94,7 @@ class TreeComponent(ABC):
         self.index = index
         self.reach = reach
         self.device = DeviceResidency(index, num_ranks)
-        self.host = HostResidency(index, host_pool.num_pages if host_pool is not None else 0)
+        self.host = HostResidency(index)
         self._page_size = page_size
         self._host_pool = host_pool
         self._keys = keys
@@ -121,16 +121,16 @@ class TreeComponent(ABC):
             host_pages = self.data(needed).host_pages
             if host_pages is None or not self.host_ready(needed):
                 continue
-            lacking = ~(self.host.stored[host_pages] | self.host.storing[host_pages])
-            if lacking.any():
+            lacking = self.host.lacking(host_pages)
+            if lacking:
                 keys, follows = self.page_keys(needed), self.page_links(needed)
                 pages.append(host_pages[lacking])
-                page_keys.extend(keys[i] for i in np.flatnonzero(lacking))
-                links.extend(follows[i] for i in np.flatnonzero(lacking))
+                page_keys += [keys[i] for i in lacking]
+                links += [follows[i] for i in lacking]
         if not pages:
             return None
         host_pages = np.concatenate(pages)
-        self.host.storing[host_pages] = True
+        self.host.storing.update(host_pages.tolist())
         return StorePlan(self.kind, host_pages, tuple(page_keys), tuple(links))
 
     def prefetch(self, request: PrefetchRequest) -> PrefetchPlan:

@@ -9,8 +9,8 @@ while; whoever looks for victims moves it on.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import compress, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -172,24 +172,28 @@ class HostResidency:
     """The nodes that hold host pages of one component.
 
     H1: every page of a node names that node as its owner, and no other page names it. H2: a node with host pages is in
-    exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `stored` tells, per host page, that
-    storage has its content; `storing`, that it is on its way there.
+    exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `storing`: host pages whose content is on
+    its way to storage; what is there already is told by `all_stored`.
     """
 
-    def __init__(self, index: int, num_host_pages: int) -> None:
+    def __init__(self, index: int) -> None:
         self._index = index
         self._owners: dict[int, TreeNode] = {}
         self._mirrors: OrderedDict[TreeNode, None] = OrderedDict()
         self._sole: OrderedDict[TreeNode, None] = OrderedDict()
-        self.stored = np.zeros(num_host_pages, bool)
-        self.storing = np.zeros(num_host_pages, bool)
+        self._stored: set[int] = set()  # says nothing of pages that nobody owns
+        self.storing: set[int] = set()
 
     def attach(self, node: TreeNode, host_pages: Int32Array, *, stored: bool) -> None:
         """`node` gains host pages (its own copy, int32[num_pages]) and becomes the youngest."""
         self._data(node).host_pages = host_pages
-        self._owners.update(dict.fromkeys(host_pages.tolist(), node))
-        self.stored[host_pages] = stored
-        self.storing[host_pages] = False
+        pages = host_pages.tolist()
+        self._owners.update(dict.fromkeys(pages, node))
+        if stored:
+            self._stored.update(pages)
+        else:
+            self._stored.difference_update(pages)
+        self.storing.difference_update(pages)
         self._order_of(node)[node] = None
 
     def detach(self, node: TreeNode) -> Int32Array:
@@ -251,10 +255,34 @@ class HostResidency:
         """Host pages that nodes own."""
         return len(self._owners)
 
+    def store_ended(self, host_pages: Sequence[int], stored: Sequence[bool]) -> None:
+        """Pages are not on their way to storage any more; which of them it has."""
+        self.storing.difference_update(host_pages)
+        self._stored.update(compress(host_pages, stored))
+
+    def all_stored(self, host_pages: Int32Array) -> bool:
+        """True if storage has the content of all these pages."""
+        return self._stored.issuperset(host_pages.tolist())
+
+    def lacking(self, host_pages: Int32Array) -> list[int]:
+        """Which of these pages storage neither has nor is getting, as positions in `host_pages`."""
+        stored, storing = self._stored, self.storing
+        return [
+            i
+            for i, page in enumerate(host_pages.tolist())
+            if page not in stored and page not in storing
+        ]
+
+    def num_stored(self, host_pages: Iterable[int] | None = None) -> int:
+        """How many of these pages (None: of all that nodes own) storage has."""
+        return sum(
+            page in self._stored for page in (self._owners if host_pages is None else host_pages)
+        )
+
     def forget_storage(self) -> None:
         """No page's content is in storage, or on its way there."""
-        self.stored[:] = False
-        self.storing[:] = False
+        self._stored.clear()
+        self.storing.clear()
 
     def clear(self) -> list[int]:
         """Forget every node; return the pages they had."""
