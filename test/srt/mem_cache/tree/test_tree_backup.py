@@ -82,3 +82,34 @@ def test_a_backup_that_fails_after_the_device_was_evicted_loses_the_subtree() ->
     world.cache.check_hicache_events()
     assert world.tree.tree.num_nodes == 0
     world.verify_at_rest()
+
+
+def test_a_full_host_gives_nothing_up_for_what_is_on_the_device() -> None:
+    """Neither what it alone has, nor a copy of what leaves the device next. What is new is copied when it leaves."""
+    executor = ManualExecutor()
+    world = World(device_pages=24, ratio=0.5, executor=executor)
+    kept, newer = tokens(12 * 4 + 1), tokens(8 * 4 + 1, 500)
+    world.run(kept)
+    evict_all(world)
+    assert world.host_pool.num_free == 0
+    before = executor.device_jobs
+    world.run(newer)
+    assert executor.device_jobs == before
+    assert match_len(world, kept) == (0, 12 * 4)
+    evict_all(world)
+    world.settle()
+    assert match_len(world, newer) == (0, 8 * 4)
+    assert match_len(world, kept) == (0, 4 * 4)
+    world.verify_at_rest()
+
+
+def test_a_full_host_makes_room_for_what_storage_is_to_get_early() -> None:
+    shelf: dict = {}
+    world = World(device_pages=24, ratio=0.5, storage=StorageKind.FILE, shelf=shelf)
+    world.run(tokens(12 * 4 + 1))
+    evict_all(world)
+    assert world.host_pool.num_free == 0
+    world.run(tokens(8 * 4 + 1, 500))
+    world.settle()
+    assert len(stored_keys(shelf)) == 12 + 8
+    world.verify_at_rest()
