@@ -57,9 +57,12 @@ def new_keys(start: int, num_keys: int) -> list[PageKey]:
 
 
 def measure_set_get(root: Path, page_bytes: int, repeats: int) -> list[Record]:
-    """Batches of pages written and read, in turns with raw files."""
+    """Batches of pages written and read, in turns with raw files. The storage has its 256 folders already, as after its
+    first thousands of pages."""
     storage, raw = new_storage(root, page_bytes), root / "raw"
     raw.mkdir()
+    for shard in range(256):
+        (storage.folder / f"{shard:02x}").mkdir(mode=0o700, parents=True)
     page = np.random.default_rng(0).integers(0, 256, page_bytes).astype(np.uint8)
     pages = [page] * BATCH_PAGES
     reused = np.zeros(page_bytes, np.uint8)
