@@ -21,6 +21,22 @@ def test_reset_forgets_device_and_host_but_not_storage() -> None:
     world.verify_at_rest()
 
 
+def test_the_gauges_of_device_and_host_follow_a_reset() -> None:
+    world = World()
+
+    def used(tier: str) -> float | None:
+        name = f"sglang:hicache_{tier}_pages_used"
+        return world.registry.get_sample_value(name, {"component": "full"})
+
+    world.run(tokens(33))
+    world.settle()
+    assert (used("device"), used("host")) == (8, 8)
+    world.cache.reset()
+    world.allocator.clear()
+    world.cache.check_hicache_events()
+    assert (used("device"), used("host")) == (0, 0)
+
+
 def test_reset_while_transfers_are_under_way_frees_their_pages_when_they_end() -> None:
     executor = ManualExecutor(auto=False)
     world = World(executor=executor, storage=StorageKind.FILE)

@@ -88,7 +88,8 @@ class LowerTiers:
         self.controller = controller
         self._components: Mapping[ComponentKind, TreeComponent] = {c.kind: c for c in components}
         self._metrics = metrics
-        self._device_pages: dict[ComponentKind, int] = {}
+        self._device_pages: dict[ComponentKind, int] = {}  # as last reported, like the next two
+        self._host_free: dict[ComponentKind, int] = {}
         self._in_flight: Counter[tuple[TransferKind, ComponentKind]] = Counter()
         self._storage_report_due_s = 0.0
         self._metrics.storage_attached(controller.storage_stats())
@@ -293,13 +294,16 @@ class LowerTiers:
         self.report(storage=not len(self.controller.in_flight))
         return settlement
 
-    def report_device(self) -> None:
-        """Bring the gauges of the device up to date; cheap if nothing changed."""
+    def report_pages(self) -> None:
+        """Bring the gauges of device and host up to date, with or without a transfer. Cheap if nothing changed."""
         for kind, component in self._components.items():
-            num_pages = component.num_device_pages()
+            num_pages, pool = component.num_device_pages(), self.host_pool(kind)
             if num_pages != self._device_pages.get(kind):
                 self._device_pages[kind] = num_pages
                 self._metrics.device_pages(kind, num_pages)
+            if pool.num_free != self._host_free.get(kind):
+                self._host_free[kind] = pool.num_free
+                self._metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
 
     def report(self, *, storage: bool = True) -> None:
         """Bring gauges up to date, and storage counters: those of `storage` only if they were not a moment ago."""
@@ -309,9 +313,7 @@ class LowerTiers:
             if counts[labels] != self._in_flight[labels]:
                 self._metrics.in_flight(*labels, counts[labels])
         self._in_flight = counts
-        for kind in self._components:
-            pool = self.host_pool(kind)
-            self._metrics.host_pages(kind, pool.num_pages - pool.num_free, pool.num_pages)
+        self.report_pages()
         self._metrics.lookups_in_flight(in_flight.num_lookups)
         if storage:
             self._report_storage()

@@ -373,7 +373,7 @@ class TieredTree:
         """Take note of ended transfers."""
         if self._tiers is None:
             return
-        self._tiers.report_device()
+        self._tiers.report_pages()
         if not self._tiers.controller.num_in_flight:
             self._tiers.report_storage()
             return
