@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from tree_steps import evict_all, fill_shelf, tokens
 from tree_world import World, stored_keys
 
+from sgl_jax.srt.mem_cache.hicache import controller
 from sgl_jax.srt.mem_cache.hicache.config import AsyncImpl, StorageKind, WritePolicy
 from sgl_jax.srt.mem_cache.hicache.tree_types import RadixKey
 
@@ -155,6 +159,44 @@ def test_one_page_that_cannot_be_written_does_not_stop_the_others() -> None:
         world.run(tokens(17, 100 * i))
         world.settle()
     assert len(stored_keys(shelf)) == 15
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_a_page_that_makes_a_storage_raise_does_not_keep_a_flush_from_writing_the_others(
+    policy: WritePolicy,
+) -> None:
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, policy=policy, shelf=shelf, device_pages=32)
+    (storage,) = shelf.values()
+    works, bad = storage.set, tokens(17)
+    (bad_key, *_) = world.tree.keys.hasher(None).chain(None, world.cache._codec.encode(bad[:16]))
+
+    def set_or_raise(keys: Sequence[bytes], pages: Sequence[Any]) -> list[bool]:
+        if bad_key in keys:
+            raise MemoryError("no room for this page")
+        return works(keys, pages)
+
+    storage.set = set_or_raise
+    for token_ids in (bad, tokens(33, 500), tokens(33, 900)):
+        world.run(token_ids)
+    assert not world.cache.flush_to_storage(10.0)
+    assert len(stored_keys(shelf)) == 8 + 8
+    world.verify_at_rest()
+
+
+def test_answers_of_a_storage_are_never_taken_for_other_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two calls the first answers for a page too many, the second for one too few."""
+    monkeypatch.setattr(controller, "STORAGE_BATCH_PAGES", 2)
+    shelf: dict = {}
+    world = World(storage=StorageKind.FILE, shelf=shelf)
+    (storage,) = shelf.values()
+    answers = [[True] * 3, [False]]
+    storage.set = lambda keys, pages: answers.pop(0)
+    world.run(tokens(17))
+    world.settle()
+    assert world.tree.full.host.num_stored() == 0
 
 
 def test_a_hung_read_does_not_keep_a_flush_from_writing() -> None:

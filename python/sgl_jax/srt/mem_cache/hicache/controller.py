@@ -243,9 +243,10 @@ class HiCacheController:
             for first in range(0, len(host_pages), STORAGE_BATCH_PAGES):
                 batch = slice(first, first + STORAGE_BATCH_PAGES)
                 payloads = host_pool.read_bytes(host_pages[batch])
-                stored.extend(storage.set_linked(page_keys[batch], payloads, follows[batch]))
-            if len(stored) != len(host_pages):
-                raise InvariantError(f"{len(host_pages)} pages stored, {len(stored)} answers")
+                answers = storage.set_linked(page_keys[batch], payloads, follows[batch])
+                if len(answers) != len(payloads):
+                    raise InvariantError(f"{len(payloads)} pages stored, {len(answers)} answers")
+                stored.extend(answers)
             return stored
 
         self._executor.submit_io(IoJob(future.transfer_id, run, IoLane.WRITE))

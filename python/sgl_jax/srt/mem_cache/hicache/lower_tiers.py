@@ -222,9 +222,13 @@ class LowerTiers:
 
     def store(self, plans: Iterable[StorePlan]) -> None:
         """Start writing pages to storage: of each component one transfer for every storage batch, so that the workers
-        share them. No plan is in two of them."""
+        share them. No plan is in two of them. What was refused goes by itself: what fails because of one page is no
+        fault of the others."""
         batches: dict[ComponentKind, list[StorePlan]] = {}
         for plan in plans:
+            if self._components[plan.component].host.any_refused(plan.host_pages):
+                self._start_store(plan.component, [plan])
+                continue
             batch = batches.setdefault(plan.component, [])
             batch.append(plan)
             if sum(len(waiting.host_pages) for waiting in batch) >= STORAGE_BATCH_PAGES:

@@ -60,29 +60,30 @@ class StorageWriter:
         if not self._unstored or now_s < self._retry_at_s:
             return
         self._retry_at_s = now_s + STORE_RETRY_S
+        again: dict[tuple[TreeComponent, TreeNode], int] = {}
         for refused in list(islice(self._unstored, STORE_RETRY_NODES)):
             node, component = refused
             if not self._writable(component.kind):
                 continue
             num_refusals = self._unstored.pop(refused)
-            if node.parent is None or num_refusals > STORE_RETRIES:
-                continue
-            # Each by itself: what fails because of one page is no fault of the others.
-            if self._tree.store_parts([(component, node)]):
-                self._unstored[refused] = num_refusals
+            if node.parent is not None and num_refusals <= STORE_RETRIES:
+                again[component, node] = num_refusals
+        for component, node in self._tree.store_parts(again):
+            self._unstored[node, component] = again[component, node]
 
     def flush(self, deadline_s: float) -> bool:
         """Bring everything into storage, waiting for it; True if that was done in time.
 
         Works in waves, parents first: what the host has is written, what the host lacks is backed up as far as there
         is room, and what was written makes room for the next wave. Tries also a storage that failed a moment ago; ends
-        early when a wave gets nowhere. Nothing that ended is left unsettled.
+        early when two waves get nowhere: the second writes by itself what the first could not. Nothing that ended is
+        left unsettled.
         """
         tree = self._tree
         if not tree.has_storage:
             return True
         deadline = tree.tiers.controller.now_s() + deadline_s
-        num_missing, num_backups = -1, 0
+        num_missing, num_backups, num_futile = -1, 0, 0
         while self._wait_until_down(deadline):
             missing = [
                 (component, node)
@@ -92,7 +93,9 @@ class StorageWriter:
             ]
             if not missing:
                 return True
-            if len(missing) == num_missing and not num_backups:
+            is_futile = len(missing) == num_missing and not num_backups
+            num_futile = num_futile + 1 if is_futile else 0
+            if num_futile == 2:
                 return False
             num_missing = len(missing)
             # Written first: pages on their way to storage are not dropped to make room for the others.

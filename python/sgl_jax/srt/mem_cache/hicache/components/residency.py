@@ -181,7 +181,8 @@ class HostResidency:
         self._owners: dict[int, TreeNode] = {}
         self._mirrors: OrderedDict[TreeNode, None] = OrderedDict()
         self._sole: OrderedDict[TreeNode, None] = OrderedDict()
-        self._stored: set[int] = set()  # says nothing of pages that nobody owns
+        self._stored: set[int] = set()  # says nothing of pages that nobody owns, nor does the next
+        self._refused: set[int] = set()
         self.storing: set[int] = set()
 
     def attach(self, node: TreeNode, host_pages: Int32Array, *, stored: bool) -> None:
@@ -193,6 +194,7 @@ class HostResidency:
             self._stored.update(pages)
         else:
             self._stored.difference_update(pages)
+        self._refused.difference_update(pages)
         self.storing.difference_update(pages)
         self._order_of(node)[node] = None
 
@@ -258,7 +260,14 @@ class HostResidency:
     def store_ended(self, host_pages: Sequence[int], stored: Sequence[bool]) -> None:
         """Pages are not on their way to storage any more; which of them it has."""
         self.storing.difference_update(host_pages)
-        self._stored.update(compress(host_pages, stored))
+        taken = set(compress(host_pages, stored))
+        self._stored |= taken
+        self._refused.update(host_pages)
+        self._refused -= taken
+
+    def any_refused(self, host_pages: Int32Array) -> bool:
+        """True if storage was given one of these pages and has not taken it yet."""
+        return not self._refused.isdisjoint(host_pages.tolist())
 
     def all_stored(self, host_pages: Int32Array) -> bool:
         """True if storage has the content of all these pages."""
@@ -282,6 +291,7 @@ class HostResidency:
     def forget_storage(self) -> None:
         """No page's content is in storage, or on its way there."""
         self._stored.clear()
+        self._refused.clear()
         self.storing.clear()
 
     def clear(self) -> list[int]:
