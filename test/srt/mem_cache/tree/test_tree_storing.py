@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hybrid_checks import check_at_rest
+from hybrid_pools import SWA, Mix
+from hybrid_world import HybridWorld, Settings
 from tree_steps import evict_all, fill_shelf, tokens
 from tree_world import World, stored_keys
 
@@ -114,6 +117,24 @@ def test_what_storage_refused_once_is_written_again() -> None:
         world.cache.check_hicache_events()
     assert len(stored_keys(shelf)) == 4
     world.verify_at_rest()
+
+
+def test_what_storage_refused_is_written_again_when_its_node_was_cut_since() -> None:
+    world = HybridWorld(Settings(Mix(window=10)))
+    windows = world.component(SWA).host
+    world.shelf(SWA).refuse_sets = True
+    world.run(tokens(33))
+    world.settle()
+    for num_shared in (28, 24, 20, 12):
+        world.match([*tokens(num_shared), 900])
+    assert (windows.num_pages, windows.num_stored()) == (8, 0)
+    world.shelf(SWA).heal()
+    for _ in range(3):
+        world.now_s += 40.0
+        world.cache.check_hicache_events()
+        world.settle()
+    assert windows.num_stored() == 8
+    check_at_rest(world)
 
 
 def test_pages_backed_up_during_a_pause_are_written_after_it() -> None:

@@ -25,6 +25,7 @@ class StorageWriter:
         self._unstored: dict[tuple[TreeNode, TreeComponent], int] = {}  # -> times storage refused
         self._retry_at_s = 0.0
         tree.subscribe(self._on_settled)
+        tree.subscribe_to_splits(self._on_split)
 
     def _on_settled(self, settlement: Settlement) -> None:
         tree = self._tree
@@ -40,6 +41,14 @@ class StorageWriter:
             elif node.parent is not None:
                 complete.append((component, node))
         tree.store_parts(complete)
+
+    def _on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Both parts of a node that is to be written again are."""
+        if self._unstored:
+            for component in self._tree.components:
+                num_refusals = self._unstored.get((lower, component))
+                if num_refusals is not None:
+                    self._unstored[upper, component] = num_refusals
 
     def keep_reserve(self) -> None:
         """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks

@@ -68,6 +68,7 @@ class TieredTree:
         self._keys = keys
         self._store_early = store_early
         self._on_settled: list[Callable[[Settlement], None]] = []
+        self._on_split: list[Callable[[TreeNode, TreeNode], None]] = []
 
     @property
     def tiers(self) -> LowerTiers:
@@ -155,6 +156,8 @@ class TieredTree:
         upper = self.tree.split(node, num_tokens)
         for component in self.components:
             component.split(upper, node)
+        for on_split in self._on_split:
+            on_split(upper, node)
         return upper
 
     def touch(self, node: TreeNode) -> None:
@@ -368,6 +371,10 @@ class TieredTree:
     def subscribe(self, on_settled: Callable[[Settlement], None]) -> None:
         """Call this with everything that `settle` finds."""
         self._on_settled.append(on_settled)
+
+    def subscribe_to_splits(self, on_split: Callable[[TreeNode, TreeNode], None]) -> None:
+        """Call this with the upper and the lower part of every node that is cut."""
+        self._on_split.append(on_split)
 
     def settle(self) -> None:
         """Take note of ended transfers."""
