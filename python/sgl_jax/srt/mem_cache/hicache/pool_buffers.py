@@ -65,8 +65,9 @@ def kv_buffer_refs(pool: Any) -> list[BufferRef]:
             f"the pool {name} has no list kv_buffer; HiCache holds MHA, GQA and MLA pools, with sliding windows and "
             "recurrent states beside them; start without --hicache-storage for this model"
         )
-    _refuse_unlisted(pool, buffers)
-    return [BufferRef(f"kv_buffer[{i}]", buffers, i) for i in range(len(buffers))]
+    refs = [BufferRef(f"kv_buffer[{i}]", buffers, i) for i in range(len(buffers))]
+    _refuse_unlisted(pool, refs)
+    return refs
 
 
 def state_buffer_refs(pool: Any) -> list[BufferRef]:
@@ -87,12 +88,13 @@ def state_buffer_refs(pool: Any) -> list[BufferRef]:
             f"the pool {type(pool).__name__} has layers with {[len(inner) for inner in convs]} convolution buffers, "
             "HiCache knows one each; start without --hicache-storage for this model"
         )
-    _refuse_unlisted(pool, [*states, *(inner[0] for inner in convs)])
     firsts: Any = _FirstOfEach(convs)
-    return [
+    refs = [
         *(BufferRef(f"recurrent_buffers[{i}]", states, i) for i in range(len(states))),
         *(BufferRef(f"conv_buffers[{i}][0]", firsts, i) for i in range(len(convs))),
     ]
+    _refuse_unlisted(pool, refs)
+    return refs
 
 
 def _name_pages(pool: Any) -> list[BufferRef]:
@@ -103,8 +105,8 @@ def _name_pages(pool: Any) -> list[BufferRef]:
     return [BufferRef("names", [jnp.zeros((num_rows, 1), jnp.uint8, device=device)], 0)]
 
 
-def _refuse_unlisted(pool: Any, listed: Sequence[jax.Array]) -> None:
-    known = {id(array) for array in listed}
+def _refuse_unlisted(pool: Any, listed: Sequence[BufferRef]) -> None:
+    known = {id(ref.holder[ref.index]) for ref in listed}
     unlisted = [path for path, array in _arrays_of(pool) if id(array) not in known]
     if unlisted:
         raise HiCacheConfigError(
