@@ -51,6 +51,32 @@ def fail_backups_of(
     )
 
 
+@pytest.mark.parametrize("mix", [SLIDES, HAS_STATES, BOTH], ids=["slides", "states", "both"])
+def test_making_room_for_a_load_does_not_take_the_pages_that_it_continues(mix: Mix) -> None:
+    """Fault 3: Full pages that are there, but without their windows and states; no reader holds them, and nothing else
+    can make room for the rest of the prompt."""
+    world = hybrid(mix, device_pages=16)
+    prompt = tokens(33)
+    world.run(prompt)
+    world.settle()
+    world.evict(full=3 * PAGE, swa=10**6, states=10**6)
+    assert world.match(prompt) == (0, 32)
+    blocker = world.start(tokens(9 * PAGE, 500))
+    while len(blocker.prefix_indices) < 9 * PAGE:
+        assert world.extend(blocker, 9 * PAGE)
+    assert world.cache.full_evictable_size() == 5 * PAGE
+    assert len(world.free_slots()[FULL]) == 2 * PAGE
+    req = world.arrive(prompt)
+    assert world.admit(req)
+    check(world)
+    assert len(req.prefix_indices) == (24 if mix.states else 28)
+    world.finish(blocker)
+    while len(req.prefix_indices) < len(prompt):
+        assert world.extend(req, len(prompt))
+    world.finish(req)
+    check_at_rest(world)
+
+
 def test_two_requests_load_different_kinds_of_one_node_at_once() -> None:
     """Fault 20: one reader needs the window where the other one needs Full pages only; neither load is over."""
     world = hybrid(SLIDES)
@@ -139,6 +165,16 @@ def test_a_state_that_is_handed_over_late_belongs_to_its_own_border() -> None:
     check_at_rest(world)
 
 
+def test_a_state_says_nothing_about_the_borders_inside_its_node() -> None:
+    """Fault 25: what ends a prefix there may be that another kind has no room or no page."""
+    world = hybrid(HAS_STATES, interval=16)
+    world.run(tokens(33))
+    path = world.tree.path_of(_namespace(RadixKey(tokens(32), None, 0)), encoded(tokens(32)))
+    assert [node.num_tokens for node in path] == [16, 16]
+    usable = [world.tree.usable(path, n, with_host=False) for n in (12, 16, 20, 28, 32)]
+    assert usable == [0, 16, 16, 16, 32]
+
+
 @pytest.mark.parametrize("mix", [HAS_STATES, BOTH], ids=["states", "both"])
 def test_what_leaves_the_device_stays_in_the_tree_with_its_state(mix: Mix) -> None:
     """Fault 27."""
@@ -182,6 +218,17 @@ def test_pages_without_a_host_copy_leave_the_device_with_their_companions(mix: M
     world.settle()
     assert world.match(tokens(33)) == (0, 32)
     assert world.run(tokens(33)).host == 32
+    check_at_rest(world)
+
+
+@pytest.mark.parametrize("shared", [16, 32, 48])
+def test_the_window_before_every_checkpoint_is_kept(shared: int) -> None:
+    """Of a prompt in one piece, whose end is far away, a later prompt may share any number of tokens."""
+    world = hybrid(SLIDES, interval=16)
+    world.run(tokens(81))
+    world.clear_device()
+    assert world.match(tokens(shared)) == (0, shared)
+    assert world.run([*tokens(shared), 900]).host == shared
     check_at_rest(world)
 
 

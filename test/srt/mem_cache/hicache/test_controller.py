@@ -233,6 +233,17 @@ def test_pages_in_flight_can_be_neither_freed_nor_evicted(bench: Bench) -> None:
     assert sorted(bench.pool.evict(2)) == sorted(host_pages)
 
 
+def test_pages_that_are_loaded_are_locked_until_the_load_is_settled(bench: Bench) -> None:
+    host_pages = bench.back_up(pages(1, 2))
+    load = bench.controller.load(FULL, pages(5, 6), host_pages)
+    with pytest.raises(PageStateError):
+        bench.pool.free(host_pages)
+    assert len(bench.pool.evict(2)) == 0
+    bench.controller.check_invariants()
+    assert bench.controller.wait(load, TIMEOUT_S)
+    assert sorted(bench.pool.evict(2)) == sorted(host_pages)
+
+
 def test_pages_given_up_in_flight_are_freed_when_their_last_transfer_ends(bench: Bench) -> None:
     host_pages = bench.back_up(pages(1, 2, 3))
     bench.storage.may_set.clear()

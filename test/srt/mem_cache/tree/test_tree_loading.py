@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tree_steps import evict_all, tokens
 from tree_world import ManualExecutor, World
 
@@ -17,6 +18,30 @@ def test_a_load_that_fails_is_recomputed_and_gives_everything_back() -> None:
     evict_all(world)
     executor.fail_next.append("the copy failed")
     assert world.run(tokens(33)) == TierTokens(computed=33)
+    world.verify_at_rest()
+
+
+def test_a_load_that_is_given_up_keeps_its_host_pages_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scenario: a copy hangs, its request recomputes, and host room is needed while the copy still reads."""
+    executor = ManualExecutor()
+    world = World(executor=executor, device_pages=32, ratio=0.25)
+    world.run(tokens(33))
+    evict_all(world)
+    executor.auto = False
+    monkeypatch.setattr(executor, "wait_any", lambda timeout_s: False)
+    req = world.start(tokens(33))
+    assert req.tiers == TierTokens(computed=33)
+    assert executor.jobs, "the copy has not ended"
+    world.tree.make_host_room(world.tree.full, 1)
+    assert world.host_pool.num_free == 0
+    world.verify()
+    executor.run_all()
+    world.finish(req)
+    world.settle()
+    world.tree.make_host_room(world.tree.full, 1)
+    assert world.host_pool.num_free > 0
     world.verify_at_rest()
 
 
