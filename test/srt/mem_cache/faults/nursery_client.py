@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nursery import Order
@@ -27,9 +28,10 @@ class Writer:
         self.pid = pid
         self.lines: list[str] = []
         self._nursery = nursery
+        self._fifo = fifo
         self._changed = threading.Condition()
         self._ended = False
-        self._reader = threading.Thread(target=self._read, args=(fifo,))
+        self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def wait_lines(self, count: int) -> None:
@@ -45,7 +47,13 @@ class Writer:
     def wait(self) -> int:
         """Its status, when it has ended."""
         status = self._nursery.ask({"wait": self.pid})
-        self._reader.join(WAIT_S)
+        deadline_s = time.monotonic() + WAIT_S
+        while self._reader.is_alive():
+            assert time.monotonic() < deadline_s
+            # It may have died before it opened its end, for which the reader would wait for ever.
+            with suppress(OSError):
+                os.close(os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK))
+            self._reader.join(0.05)
         return status
 
     @property
@@ -58,8 +66,8 @@ class Writer:
         """What it should never report."""
         return [line for line in self.lines if not line.startswith("stored")]
 
-    def _read(self, fifo: str) -> None:
-        with open(fifo, encoding="ascii") as lines:
+    def _read(self) -> None:
+        with open(self._fifo, encoding="ascii") as lines:
             for line in lines:
                 with self._changed:
                     self.lines.append(line.strip())
