@@ -10,6 +10,7 @@ and L2 in growing ratios to L1.
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from collections import Counter
@@ -78,6 +79,7 @@ def replay(
 
     Without `precompile` the first requests compile the transfers: the hits are the same, the times are not.
     """
+    gc.collect()  # what an earlier replay left is not to be walked through in this one
     with tempfile.TemporaryDirectory(prefix="hicache-replay-") as folder:
         config = levels.config(Path(folder))
         factories = _FACTORIES[levels.l3 or "memory"]

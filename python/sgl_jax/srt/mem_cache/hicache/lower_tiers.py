@@ -37,6 +37,9 @@ STORAGE_REPORT_INTERVAL_S = 1.0
 VICTIMS_LOOKED_AT = 64
 """Nodes looked at beyond those that must suffice, so that a few that cannot go do not stop eviction."""
 
+VICTIMS_AT_FIRST = 8
+"""As many of those that only the host has are looked at first: as a rule they suffice."""
+
 CLEAN_RESERVE = 0.25
 """Share of the host pool that write-back keeps free or stored, so that eviction finds pages it may drop at once."""
 
@@ -143,16 +146,29 @@ class LowerTiers:
         loses its last Full pages leaves the tree with all that is on it: those must be leaves, all of it must be
         stored, and only as many pages go as are needed, from its end.
         """
-        kind = component.kind
-        pool, is_full = self.controller.host_pool(kind), kind is ComponentKind.FULL
-        short = num_pages - pool.num_free
+        short = max(num_pages - self.controller.host_pool(component.kind).num_free, 0)
+        limit = short + self.controller.num_in_flight + VICTIMS_LOOKED_AT
+        mirrors = component.host.oldest_mirrors(limit)
+        few = min(short + VICTIMS_AT_FIRST, limit)
+        victims, is_enough = self._choose_victims(component, short, mirrors, few)
+        if not is_enough:
+            victims, _ = self._choose_victims(component, short, mirrors, limit)
+        return victims
+
+    def _choose_victims(
+        self, component: TreeComponent, short: int, mirrors: Sequence[TreeNode], num_sole: int
+    ) -> tuple[HostVictims, bool]:
+        """`find_victims` among these nodes and the `num_sole` oldest that only the host has, and whether that is enough."""
+        pool = self.controller.host_pool(component.kind)
+        is_full = component.kind is ComponentKind.FULL
         clean: list[HostVictim] = []
         dirty: list[TreeNode] = []
-        limit = max(short, 0) + self.controller.num_in_flight + VICTIMS_LOOKED_AT
         sole = (
-            self._oldest_leaves(component, limit) if is_full else component.host.oldest_sole(limit)
+            self._oldest_leaves(component, num_sole)
+            if is_full
+            else component.host.oldest_sole(num_sole)
         )
-        for node in component.host.oldest_mirrors(limit) + sole:
+        for node in (*mirrors, *sole):
             pages = component.data(node).host_pages
             if short <= 0 or pages is None:
                 break
@@ -164,7 +180,7 @@ class LowerTiers:
                 cut = is_full and not on_device
                 clean.append(HostVictim(node, max(len(pages) - short, 0) if cut else 0))
                 short -= len(pages)
-        return HostVictims(tuple(clean), tuple(dirty))
+        return HostVictims(tuple(clean), tuple(dirty)), short <= 0
 
     def _expendable(self, component: TreeComponent, node: TreeNode) -> bool:
         """True if storage has, or can not take, what would be lost with the node's pages of this component."""
