@@ -158,7 +158,7 @@ class LowerTiers:
     def _choose_victims(
         self, component: TreeComponent, short: int, mirrors: Sequence[TreeNode], num_sole: int
     ) -> tuple[HostVictims, bool]:
-        """`find_victims` among these nodes and the `num_sole` oldest that only the host has, and whether that is enough."""
+        """`find_victims` among these nodes and the `num_sole` oldest only the host has; and whether they suffice."""
         pool = self.controller.host_pool(component.kind)
         is_full = component.kind is ComponentKind.FULL
         clean: list[HostVictim] = []
