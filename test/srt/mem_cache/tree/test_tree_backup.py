@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from faulty_shelf import Shelves
 from tree_steps import evict_all, match_len, tokens
 from tree_world import ManualExecutor, World, stored_keys
 
 from sgl_jax.srt.mem_cache.hicache.config import StorageKind
+from sgl_jax.srt.mem_cache.hicache.storage_backoff import StorageBackoff
 from sgl_jax.srt.mem_cache.hicache.tree_types import EvictParams
+from sgl_jax.srt.mem_cache.hicache.types import ComponentKind
 
 
 def test_what_one_eviction_has_to_copy_is_one_transfer() -> None:
@@ -112,4 +115,52 @@ def test_a_full_host_makes_room_for_what_storage_is_to_get_early() -> None:
     world.run(tokens(8 * 4 + 1, 500))
     world.settle()
     assert len(stored_keys(shelf)) == 12 + 8
+    world.verify_at_rest()
+
+
+def test_a_full_host_gives_nothing_up_early_while_storage_takes_nothing() -> None:
+    """What would be given up is in no other place; when storage is back, what was left out is stored as it is used."""
+    shelves = Shelves()
+    now = [0.0]
+    world = World(
+        device_pages=24,
+        ratio=0.5,
+        storage=StorageKind.FILE,
+        storage_factories={"file": shelves.open},
+        clock=lambda: now[0],
+    )
+    (shelf,) = shelves.by_namespace.values()
+    shelf.refuse_sets = True
+    kept, newer = tokens(12 * 4 + 1), tokens(8 * 4 + 1, 500)
+    world.run(kept)
+    evict_all(world)
+    world.settle()
+    world.run(newer)
+    world.settle()
+    assert match_len(world, kept) == (0, 12 * 4)
+    shelf.heal()
+    now[0] += StorageBackoff.LONGEST_S
+    for _ in range(2):  # what is to make room is stored first
+        world.run(newer)
+        world.settle()
+    assert len(shelf.pages) == 8 + 12
+    world.verify_at_rest()
+
+
+def test_nothing_is_given_up_for_a_copy_that_has_to_wait() -> None:
+    executor = ManualExecutor(auto=False)
+    world = World(device_pages=24, ratio=0.5, executor=executor)
+    kept = tokens(8 * 4 + 1)
+    world.run(kept)
+    executor.run_all()
+    evict_all(world)
+    world.settle()
+    page_bytes = world.controller.in_flight.num_bytes(ComponentKind.FULL, 1)
+    world.controller._max_backup_bytes = 4 * page_bytes
+    world.run(tokens(4 * 4 + 1, 500))
+    world.run(tokens(8 * 4 + 1, 900))
+    world.cache.evict(EvictParams(world.num_tokens))
+    assert match_len(world, kept) == (0, 8 * 4)
+    executor.run_all()
+    world.settle()
     world.verify_at_rest()

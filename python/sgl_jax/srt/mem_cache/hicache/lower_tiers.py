@@ -108,11 +108,12 @@ class LowerTiers:
         """True if that many host pages are free."""
         return self.controller.host_pool(kind).num_free >= num_pages
 
+    def backup_fits(self, plan: BackupPlan) -> bool:
+        """False if too much waits to be copied already; asked before room is made for the copy."""
+        return self.controller.backup_fits(plan.component, len(plan.device_pages))
+
     def backup(self, plan: BackupPlan) -> bool:
-        """Have a node copied to the host, begun by `start_backups`. False, with nothing changed, if there is no room or
-        too much waits."""
-        if not self.controller.backup_fits(plan.component, len(plan.device_pages)):
-            return False
+        """Have a node copied to the host, begun by `start_backups`. False, and nothing changed, if there is no room."""
         host_pages = self.controller.host_pool(plan.component).alloc(len(plan.device_pages))
         if host_pages is None:
             return False
@@ -259,6 +260,10 @@ class LowerTiers:
             [key for plan in plans for key in plan.page_keys],
             [link for plan in plans for link in plan.links],
         )
+
+    def storage_writable(self, component: TreeComponent) -> bool:
+        """True if there is an L3 that takes the component's pages now."""
+        return self.controller.storage_writable(component.kind)
 
     def attach_storage(self, mount: StorageMount) -> None:
         """L3 is there from now on. Raises StorageAttachError if there is one already."""

@@ -8,7 +8,6 @@ from .components.base import TreeComponent
 from .lower_tiers import Settlement
 from .tiered_tree import TieredTree
 from .tree_node import TreeNode
-from .types import ComponentKind
 
 STORE_RETRY_S = 1.0
 STORE_RETRY_NODES = 64
@@ -36,7 +35,7 @@ class StorageWriter:
             self._retry_at_s = tree.tiers.controller.now_s() + STORE_RETRY_S
         complete: list[tuple[TreeComponent, TreeNode]] = []
         for node, component in settlement.backed_up:
-            if not self._writable(component.kind):
+            if not self._tree.tiers.storage_writable(component):
                 self._unstored.setdefault((node, component), 0)
             elif node.parent is not None:
                 complete.append((component, node))
@@ -72,7 +71,7 @@ class StorageWriter:
         again: dict[tuple[TreeComponent, TreeNode], int] = {}
         for refused in list(islice(self._unstored, STORE_RETRY_NODES)):
             node, component = refused
-            if not self._writable(component.kind):
+            if not self._tree.tiers.storage_writable(component):
                 continue
             num_refusals = self._unstored.pop(refused)
             if node.parent is not None and num_refusals <= STORE_RETRIES:
@@ -147,6 +146,3 @@ class StorageWriter:
         if data.host_pages is not None:
             return component.host.all_stored(data.host_pages)
         return data.in_storage or data.device_slots is None or not component.wants_host_copy(node)
-
-    def _writable(self, kind: ComponentKind) -> bool:
-        return self._tree.tiers.controller.storage_writable(kind)

@@ -258,26 +258,30 @@ class TieredTree:
         what lies above it. Each component stops where it has no room; eviction or the next insert tries again.
 
         What is on the device needs no copy yet, so it takes nobody's place on the host, unless storage is to get it
-        early: a full host would lose, for copies that the device makes useless, what nobody else has. What made room on
+        early and takes pages now: a full host would lose, for copies that the device makes useless, what nobody else
+        has. What made room on
         the host while on the device is left until it leaves the device: copied again with every chunk of a long prompt,
         the nodes of its path would push each other out in turn.
         """
         with self.backing_up():
             for component in self.components:
+                make_room = self.stores_early and self.tiers.storage_writable(component)
                 for node in path:
                     if component.data(node).mirror_dropped:
                         continue
-                    if self.back_up_part(component, node, make_room=self.stores_early) is False:
+                    if self.back_up_part(component, node, make_room=make_room) is False:
                         break
 
     def back_up_part(
         self, component: TreeComponent, node: TreeNode, *, make_room: bool = True
     ) -> bool | None:
         """Have backed up what the node's component lacks on the host, within `backing_up`. `make_room`: also at the
-        cost of what is there. False if there is no room, None if it lacks nothing."""
+        cost of what is there. False if there is no room or too much waits, None if it lacks nothing."""
         plan = component.write_through(node)
         if plan is None:
             return None
+        if not self.tiers.backup_fits(plan):
+            return False
         num_pages = len(plan.device_pages)
         has_room = self.make_host_room if make_room else self._has_host_room
         return has_room(component, num_pages) and self.tiers.backup(plan)
