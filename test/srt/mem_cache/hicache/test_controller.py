@@ -401,3 +401,34 @@ def test_a_failing_storage_is_tried_again_after_longer_and_longer_pauses() -> No
     backoff.record(ok=False)
     now[0] += 1.0
     assert backoff.open
+
+
+def test_a_page_that_is_refused_says_nothing_of_a_storage_that_takes_others() -> None:
+    backoff = StorageBackoff(lambda: 0.0)
+    backoff.record(ok=True)
+    for _ in range(5):
+        backoff.record(ok=False, again=True)
+        assert backoff.open
+    backoff.record(ok=False, alone=True)
+    assert backoff.open
+    backoff.record(ok=True)
+    backoff.record(ok=False, alone=True)
+    assert backoff.open
+
+
+@pytest.mark.parametrize("second", [{}, {"alone": True}, {"again": True}])
+def test_two_refusals_and_nothing_taken_between_pause_a_storage(second: dict[str, bool]) -> None:
+    backoff = StorageBackoff(lambda: 0.0)
+    backoff.record(ok=False, alone=True)
+    backoff.record(ok=False, **second)
+    assert not backoff.open
+
+
+def test_what_is_refused_again_in_a_pause_makes_it_longer() -> None:
+    now = [0.0]
+    backoff = StorageBackoff(lambda: now[0])
+    backoff.record(ok=False)
+    now[0] = 1.0
+    backoff.record(ok=False, again=True)
+    now[0] = 2.5
+    assert not backoff.open

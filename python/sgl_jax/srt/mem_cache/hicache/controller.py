@@ -231,12 +231,15 @@ class HiCacheController:
         host_pages: Int32Array,
         page_keys: Sequence[PageKey],
         links: Sequence[PageLink | None] | None = None,
+        *,
+        again: bool = False,
     ) -> TransferFuture:
-        """Write READY host pages to storage. `links`: what each page follows, where that is known."""
+        """Write READY host pages to storage. `links`: what each page follows, where that is known; `again`: it has
+        refused some of them before."""
         host_pool, storage = self._io[kind].host_pool, self._storage(kind)
         follows = links if links is not None else [None] * len(page_keys)
         future = TransferFuture(self.in_flight.new_id())
-        self.in_flight.begin(TransferKind.STORE, kind, host_pages, future)
+        self.in_flight.begin(TransferKind.STORE, kind, host_pages, future, again=again)
 
         def run() -> list[bool]:
             stored: list[bool] = []
@@ -388,9 +391,11 @@ class HiCacheController:
             and result.kind is TransferKind.STORE
             and not result.detached
         ):
-            # One bad page is that page's trouble; a storage that takes none is the storage's.
-            worked = any(result.ok_pages) or not result.ok_pages
-            self._backoff[result.component].record(worked)
+            self._backoff[result.component].record(
+                any(result.ok_pages) or not result.ok_pages,
+                again=result.again,
+                alone=len(result.ok_pages) == 1 and result.error is None,
+            )
         self._settled.append(result)
 
 

@@ -53,13 +53,14 @@ class LoadFuture(TransferFuture):
 
 @dataclass(frozen=True)
 class PendingTransfer:
-    """A submitted transfer; its host pages are locked. `detached`: its storage is gone."""
+    """A submitted transfer; its host pages are locked. `again`: storage refused some before; `detached`: it is gone."""
 
     kind: TransferKind
     component: ComponentKind
     host_pages: Int32Array
     num_bytes: int
     future: TransferFuture
+    again: bool = False
     detached: bool = False
 
 
@@ -133,13 +134,15 @@ class InFlight:
         component: ComponentKind,
         host_pages: Int32Array,
         future: TransferFuture,
+        *,
+        again: bool = False,
     ) -> None:
         """Lock the pages (those of a backup are held already) and remember the transfer, before it is submitted."""
         num_bytes = self.num_bytes(component, len(host_pages))
         if transfer_kind is not TransferKind.BACKUP:
             self._host_pools[component].lock(host_pages)
         self._pending[future.transfer_id] = PendingTransfer(
-            transfer_kind, component, host_pages, num_bytes, future
+            transfer_kind, component, host_pages, num_bytes, future, again
         )
 
     def hold_for_backup(self, component: ComponentKind, host_pages: Int32Array) -> None:
@@ -188,6 +191,7 @@ class InFlight:
             error=completion.error,
             num_bytes=self.num_bytes(pending.component, num_ok),
             seconds=completion.seconds,
+            again=pending.again,
             detached=pending.detached,
         )
         return pending.future.result

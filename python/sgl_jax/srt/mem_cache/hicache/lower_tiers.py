@@ -184,14 +184,14 @@ class LowerTiers:
         return HostVictims(tuple(clean), tuple(dirty)), short <= 0
 
     def _expendable(self, component: TreeComponent, node: TreeNode) -> bool:
-        """True if storage has, or can not take, what would be lost with the node's pages of this component."""
+        """True if storage has, or does not take, what would be lost with the node's pages of this component."""
         leaving = (
             self._components.values() if component.kind is ComponentKind.FULL else (component,)
         )
         return not any(
             pages is not None
             and self.controller.storage_writable(lost.kind)
-            and not lost.host.all_stored(pages)
+            and not lost.host.is_settled(pages)
             for lost in leaving
             for pages in (lost.data(node).host_pages,)
         )
@@ -208,8 +208,9 @@ class LowerTiers:
             if leaves or len(oldest) < limit:
                 return leaves
 
-    def oldest_unstored(self, component: TreeComponent) -> list[TreeNode]:
-        """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first."""
+    def oldest_unstored(self, component: TreeComponent, *, again: bool) -> list[TreeNode]:
+        """Nodes to write to storage now so that the reserve of droppable pages is kept; oldest first. `again`: also
+        what it refused before."""
         pool = self.controller.host_pool(component.kind)
         want = int(pool.num_pages * CLEAN_RESERVE) - pool.num_free
         found: list[TreeNode] = []
@@ -219,9 +220,11 @@ class LowerTiers:
             pages = component.data(node).host_pages
             if want <= 0 or pages is None:
                 break
-            want -= len(pages)
-            if component.host.lacking(pages):
+            if not component.host.is_settled(pages) and component.host.lacking(pages):
+                if component.host.any_refused(pages) and not again:
+                    continue
                 found.append(node)
+            want -= len(pages)
         return found
 
     def drop_host(self, component: TreeComponent, node: TreeNode) -> None:
@@ -244,7 +247,7 @@ class LowerTiers:
         batches: dict[ComponentKind, list[StorePlan]] = {}
         for plan in plans:
             if self._components[plan.component].host.any_refused(plan.host_pages):
-                self._start_store(plan.component, [plan])
+                self._start_store(plan.component, [plan], again=True)
                 continue
             batch = batches.setdefault(plan.component, [])
             batch.append(plan)
@@ -253,12 +256,15 @@ class LowerTiers:
         for kind, batch in batches.items():
             self._start_store(kind, batch)
 
-    def _start_store(self, kind: ComponentKind, plans: Sequence[StorePlan]) -> None:
+    def _start_store(
+        self, kind: ComponentKind, plans: Sequence[StorePlan], *, again: bool = False
+    ) -> None:
         self.controller.store(
             kind,
             np.concatenate([plan.host_pages for plan in plans]),
             [key for plan in plans for key in plan.page_keys],
             [link for plan in plans for link in plan.links],
+            again=again,
         )
 
     def storage_writable(self, component: TreeComponent) -> bool:
@@ -311,7 +317,11 @@ class LowerTiers:
             if result.kind is TransferKind.BACKUP:
                 self._settle_backup(component, result, settlement)
             elif result.kind is TransferKind.STORE and not result.detached:
-                component.host.store_ended(result.host_pages, result.ok_pages)
+                component.host.store_ended(
+                    result.host_pages,
+                    result.ok_pages,
+                    storage_works=self.storage_writable(component),
+                )
                 for node in component.host.owners(result.failed_pages):
                     settlement.unstored[node, component] = None
             elif result.kind is TransferKind.FETCH:

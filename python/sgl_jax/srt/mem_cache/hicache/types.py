@@ -111,7 +111,8 @@ class TransferResult:
     """How one transfer ended; handed out once, by the poll that settled it.
 
     `ok_pages[i]` tells whether `host_pages[i]` arrived (STORE: is in storage). `error` is the first failure's text, or
-    None. `detached`: the storage that it was about has been detached meanwhile.
+    None. `again` (STORE): storage refused some of these pages before. `detached`: the storage that it was about was
+    detached meanwhile.
     """
 
     transfer_id: TransferId
@@ -122,6 +123,7 @@ class TransferResult:
     error: str | None
     num_bytes: int
     seconds: float
+    again: bool = False
     detached: bool = False
 
     @property

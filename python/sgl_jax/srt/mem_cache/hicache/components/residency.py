@@ -21,6 +21,10 @@ from ..tree_node import ComponentData, TreeNode
 Int32Array = npt.NDArray[np.int32]
 
 
+STORE_RETRIES = 3
+"""So often is written again what a storage refuses that takes other pages."""
+
+
 class DeviceResidency:
     """The nodes that hold device slots of one component. Sizes are in its slots: tokens, or states.
 
@@ -182,7 +186,7 @@ class HostResidency:
         self._mirrors: OrderedDict[TreeNode, None] = OrderedDict()
         self._sole: OrderedDict[TreeNode, None] = OrderedDict()
         self._stored: set[int] = set()  # says nothing of pages that nobody owns, nor does the next
-        self._refused: set[int] = set()
+        self._refusals: dict[int, int] = {}  # page -> refused how often while storage took others
         self.storing: set[int] = set()
 
     def attach(self, node: TreeNode, host_pages: Int32Array, *, stored: bool) -> None:
@@ -194,7 +198,7 @@ class HostResidency:
             self._stored.update(pages)
         else:
             self._stored.difference_update(pages)
-        self._refused.difference_update(pages)
+        self._forget_refusals(pages)
         self.storing.difference_update(pages)
         self._order_of(node)[node] = None
 
@@ -257,17 +261,30 @@ class HostResidency:
         """Host pages that nodes own."""
         return len(self._owners)
 
-    def store_ended(self, host_pages: Sequence[int], stored: Sequence[bool]) -> None:
-        """Pages are not on their way to storage any more; which of them it has."""
+    def store_ended(
+        self, host_pages: Sequence[int], stored: Sequence[bool], *, storage_works: bool
+    ) -> None:
+        """Pages are not on their way to storage any more; which of them it has. `storage_works`: what it refused is
+        the page's trouble, not its own."""
         self.storing.difference_update(host_pages)
-        taken = set(compress(host_pages, stored))
-        self._stored |= taken
-        self._refused.update(host_pages)
-        self._refused -= taken
+        taken = list(compress(host_pages, stored))
+        self._stored.update(taken)
+        self._forget_refusals(taken)
+        if len(taken) < len(host_pages):
+            for page, is_stored in zip(host_pages, stored, strict=True):
+                if not is_stored:
+                    self._refusals[page] = self._refusals.get(page, 0) + storage_works
 
     def any_refused(self, host_pages: Int32Array) -> bool:
         """True if storage was given one of these pages and has not taken it yet."""
-        return not self._refused.isdisjoint(host_pages.tolist())
+        return bool(self._refusals) and not self._refusals.keys().isdisjoint(host_pages.tolist())
+
+    def is_settled(self, host_pages: Int32Array) -> bool:
+        """True if storage has the content of each of these pages, or will never take it: it had its chances."""
+        return self.all_stored(host_pages) or all(
+            page in self._stored or self._refusals.get(page, 0) > STORE_RETRIES
+            for page in host_pages.tolist()
+        )
 
     def all_stored(self, host_pages: Int32Array) -> bool:
         """True if storage has the content of all these pages."""
@@ -291,7 +308,7 @@ class HostResidency:
     def forget_storage(self) -> None:
         """No page's content is in storage, or on its way there."""
         self._stored.clear()
-        self._refused.clear()
+        self._refusals.clear()
         self.storing.clear()
 
     def clear(self) -> list[int]:
@@ -323,6 +340,11 @@ class HostResidency:
             raise InvariantError(f"H1: nodes have {num_owned} pages, {len(self._owners)} are owned")
         if num_ordered != len(self._mirrors) + len(self._sole):
             raise InvariantError("H2: a node that is not in the tree is in an order")
+
+    def _forget_refusals(self, host_pages: Iterable[int]) -> None:
+        if self._refusals:
+            for page in host_pages:
+                self._refusals.pop(page, None)
 
     def _order_of(self, node: TreeNode) -> OrderedDict[TreeNode, None]:
         return self._sole if self._data(node).device_slots is None else self._mirrors
