@@ -310,6 +310,60 @@ def test_on_a_full_disk_old_pages_give_way_once(tmp_path: Path) -> None:
     assert pages_below(tmp_path) == before, "without a bound nothing is removed"
 
 
+def test_pages_that_free_nothing_do_not_all_give_way(tmp_path: Path) -> None:
+    """Scenario: a backup made of hard links, or a snapshot, keeps the bytes of what is removed."""
+
+    class FullDisk(FileOps):
+        is_full = False
+
+        def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "injected")
+            return super().writev(fd, buffers)
+
+    disk = FullDisk()
+    storage = open_bounded(tmp_path, 64, disk)
+    store(storage, make_keys(48))
+    disk.is_full = True
+    assert store(storage, make_keys(32, 1000)) == [False] * 32
+    gone = storage.stats().evicted
+    assert 0 < gone <= 5, "a sixteenth of the bound, once"
+    disk.is_full = False
+    assert store(storage, make_keys(1, 2000)) == [True]
+    disk.is_full = True
+    assert store(storage, make_keys(8, 3000)) == [False] * 8
+    assert gone < storage.stats().evicted <= 2 * gone, "it is tried again after a write worked"
+
+
+def test_no_page_goes_for_room_that_is_promised_away(tmp_path: Path) -> None:
+    """Scenario: a neighbour with a bound 512 times as large was promised as much as this bound is."""
+    neighbour = LocalFileStorage(tmp_path, SPACE, max_bytes=512 * 8 * FILE_BYTES)
+    assert store(neighbour, make_keys(6)) == [True] * 6
+    storage = open_bounded(tmp_path, 8)
+    assert store(storage, make_keys(3, 1000)) == [False] * 3
+    assert pages_below(tmp_path) == 6
+    assert store(neighbour, make_keys(4, 2000)) == [True] * 4
+    assert store(storage, make_keys(1, 3000)) == [False]
+    assert 0 < pages_below(tmp_path) <= 8, "the lowest bound is kept all the same"
+    neighbour.close()
+    assert store(storage, make_keys(3, 4000)) == [True] * 3
+    assert pages_below(tmp_path) <= 8
+
+
+@pytest.mark.parametrize("when", ["NaN", "4102444800.0", "1e300", "-1e300", "0"])
+def test_a_promise_of_another_machine_with_a_senseless_time_is_taken_back(
+    tmp_path: Path, when: str
+) -> None:
+    ledger = UsageLedger(tmp_path, "org%2Fmodel")
+    with ledger.locked():
+        pass
+    name = f"{'0' * 12}.7.1.{'ab' * 4}"
+    text = f'{{"held_bytes": 0, "promised": {{"{name}": [{4 * FILE_BYTES}, {when}]}}}}'
+    (tmp_path / "org%2Fmodel" / LEDGER_NAME).write_text(text)
+    storage = open_bounded(tmp_path, 4)
+    assert store(storage, make_keys(4)) == [True] * 4
+
+
 def test_nothing_that_can_go_is_an_error_and_no_overflow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

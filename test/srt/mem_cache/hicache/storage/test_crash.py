@@ -139,7 +139,10 @@ def test_who_is_stale() -> None:
     assert is_stale(Writer(here.host, dead.pid, 1), 4e9, here)
 
 
-@pytest.mark.parametrize(("age_s", "stale"), [(0, False), (FOREIGN_MAX_AGE_S + 60, True)])
+@pytest.mark.parametrize(
+    ("age_s", "stale"),
+    [(0, False), (FOREIGN_MAX_AGE_S + 60, True), (-FOREIGN_MAX_AGE_S - 60, True)],
+)
 def test_another_machine_is_judged_by_age(tmp_path: Path, age_s: float, stale: bool) -> None:
     storage = LocalFileStorage(tmp_path, SPACE)
     storage.set(KEYS[:1], [[make_page(0)]])

@@ -48,6 +48,13 @@ def test_a_missing_root_is_made_private(tmp_path: Path) -> None:
     assert prepare_root(root) == root
 
 
+def test_a_path_of_very_many_folders_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    assert "cannot be created" in refusal(file.joinpath(*["x"] * 1500))
+    assert file.read_text() == "precious"
+
+
 def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert prepare_root("~/cache") == tmp_path / "cache"

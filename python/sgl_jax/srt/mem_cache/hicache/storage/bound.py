@@ -234,6 +234,9 @@ class KeptBound(FolderBound):
             target = self._max_bytes - taken - free_bytes - self._max_bytes // FREED_SHARE
             if of_held:
                 target = held_bytes - free_bytes
+            elif taken + max(free_bytes, 1) > self._max_bytes:
+                # Promised away: an empty folder would not have the room either, so no page goes for it.
+                target = self._max_bytes
             plan = plan_removal(found, self._links, max_bytes=max(target, 0))
             removal = carry_out(plan)
             usage.held_bytes = held_bytes - removal.num_bytes

@@ -95,6 +95,7 @@ class LocalFileStorage(HiCacheStorage):
         self._reject_token = secrets.token_hex(4)
         self._counter = StatsCounter()
         self._closed = False
+        self._gave_way_in_vain = False
         self._sweep()
         self._bound = self._make_bound(max_bytes)
 
@@ -253,6 +254,7 @@ class LocalFileStorage(HiCacheStorage):
         if not written:
             self._counter.add(already_stored=1)
             return True
+        self._gave_way_in_vain = False
         self._counter.add(sets=1, set_bytes=self.namespace.page_bytes)
         if self._counter.write_worked():
             logger.warning("storage %s can be written to again", self.folder)
@@ -262,7 +264,9 @@ class LocalFileStorage(HiCacheStorage):
         self, key: PageKey, payload: Sequence[memoryview], link: PageLink | None
     ) -> bool:
         """As `_write_page`, once more if what stood in the way is gone: folders that were removed or replaced by
-        something else are made again, and on a full disk other pages give way, if the storage has a bound.
+        something else are made again, and on a full disk other pages give way, if the storage has a bound. Where that
+        freed nothing (snapshots or hard links keep the bytes, or somebody else took them), no more of them do until a
+        write works.
         """
         try:
             return self._write_page(key, payload, link)
@@ -271,9 +275,17 @@ class LocalFileStorage(HiCacheStorage):
         except BoundReachedError:
             raise
         except OSError as error:
-            if error.errno not in _DISK_FULL or not self._bound.give_way():
+            if (
+                error.errno not in _DISK_FULL
+                or self._gave_way_in_vain
+                or not self._bound.give_way()
+            ):
                 raise
-        return self._write_page(key, payload, link)
+        try:
+            return self._write_page(key, payload, link)
+        except OSError as error:
+            self._gave_way_in_vain = error.errno in _DISK_FULL
+            raise
 
     def _write_page(
         self, key: PageKey, payload: Sequence[memoryview], link: PageLink | None

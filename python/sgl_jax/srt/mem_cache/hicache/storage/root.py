@@ -57,13 +57,16 @@ def _absolute(root: str | Path) -> Path:
 
 def _make_folders(path: Path) -> None:
     """The folder and its missing parents, private to this user."""
-    if not os.path.lexists(path):
-        _make_folders(path.parent)
+    missing: list[Path] = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
         try:
-            path.mkdir(FOLDER_MODE)
+            folder.mkdir(FOLDER_MODE)
         except FileExistsError:
-            return  # another process starts at the same time
-        path.chmod(FOLDER_MODE)
+            continue  # another process starts at the same time
+        folder.chmod(FOLDER_MODE)
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:

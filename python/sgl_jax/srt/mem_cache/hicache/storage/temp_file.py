@@ -77,7 +77,8 @@ def is_stale(writer: Writer, modified_s: float, here: Writer) -> bool:
     `here` is the calling process.
     """
     if writer.host != here.host:
-        return time.time() - modified_s > FOREIGN_MAX_AGE_S
+        # A time far in the future is a wrong clock's and would stay for ever; no number at all is not young either.
+        return not abs(time.time() - modified_s) <= FOREIGN_MAX_AGE_S
     return not _is_alive(writer)
 
 
