@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from sgl_jax.srt.mem_cache.hicache.builder import ModelIdentity
+from sgl_jax_hicache.who_computes import who_computes
 
 from .array_digest import digest_array
 
@@ -61,9 +62,7 @@ def model_identity(server_args: Any, model_config: Any, model: Any) -> ModelIden
         _config_text(model_config.hf_config),
         *(f"{name}={getattr(server_args, name, None)}" for name in _SETTINGS),
         *(f"{name}={os.environ.get(name)}" for name in _VARIABLES),
-        f"matmul_precision={jax.config.jax_default_matmul_precision}",  # type: ignore[attr-defined]
-        f"platform={jax.default_backend()}:{jax.devices()[0].device_kind}",
-        f"jax={jax.__version__}",
+        who_computes(),
         f"sgl_jax={sgl_jax.version.__version__}",
     ]
     return ModelIdentity(_model_id(server_args), _sha256(parts))

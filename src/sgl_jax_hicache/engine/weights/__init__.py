@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import jax
+from sgl_jax_hicache.who_computes import who_computes
 
 from ..model_config import ModelConfig, config_from_file
 from ..model_spec import SMOLLM2, check_spec, parse_random
@@ -131,6 +131,6 @@ def load_model(spec: str) -> LoadedModel:
         model_id=source.model_id,
         config=config,
         params=source.params(),
-        model_version=serving_version(source.version(), config, jax.default_backend()),
+        model_version=serving_version(source.version(), config, who_computes()),
         tokenizer=source.tokenizer(),
     )

@@ -36,14 +36,14 @@ def model_version(tensors: Iterable[TensorBytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def serving_version(weights_version: str, config: ModelConfig, platform: str) -> str:
+def serving_version(weights_version: str, config: ModelConfig, who_computes: str) -> str:
     """The version that names KV pages: the weights, the config they are run with, and who computes with them.
 
-    The same tensors with another rope base, or on another platform, give other pages. `DECODER_VERSION` changes with
-    the decoder's arithmetic.
+    The same tensors with another rope base, or on another device or compiler (`who_computes`), give other pages.
+    `DECODER_VERSION` changes with the decoder's arithmetic.
     """
     config_text = json.dumps(config.to_json(), sort_keys=True)
-    parts = (weights_version, config_text, platform, DECODER_VERSION)
+    parts = (weights_version, config_text, who_computes, DECODER_VERSION)
     return hashlib.sha256(b"".join(_framed(part) for part in parts)).hexdigest()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from dense_reference import dense_logprobs
 from runner_harness import Harness, all_logprobs
 from safetensors.numpy import save_file
 
+from sgl_jax_hicache import who_computes
 from sgl_jax_hicache.engine.model_config import ModelConfig, ModelError, config_from_dict
 from sgl_jax_hicache.engine.weights import load_model, read_config
 from sgl_jax_hicache.engine.weights.fingerprint import (
@@ -336,3 +339,50 @@ def test_the_same_weights_with_another_config_or_platform_are_another_version() 
     loaded = load_model("random:tiny-gqa:0").model_version
     assert loaded == load_model("random:tiny-gqa:0").model_version
     assert loaded != load_model("random:tiny-gqa:1").model_version
+
+
+def _cpuinfo(folder: Path, text: str) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch, path: patch.setattr(jax, "__version__", "0.0.1"),
+        lambda patch, path: patch.setattr(who_computes.metadata, "version", lambda name: "0.0.1"),
+        lambda patch, path: patch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2"),
+        lambda patch, path: patch.setattr(
+            who_computes, "_CPUINFO", _cpuinfo(path, "processor: 0\nflags : fpu sse2 avx\n")
+        ),
+        lambda patch, path: jax.config.update("jax_default_matmul_precision", "highest"),
+    ],
+    ids=["jax", "jaxlib", "flags", "processor", "precision"],
+)
+def test_whoever_computes_otherwise_has_another_version(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch, Path], None],
+) -> None:
+    """Without fused multiply-add (`SSE4_2`) every page of a prompt differs in its last bits."""
+    precision = jax.config.jax_default_matmul_precision
+    before = load_model("random:tiny-gqa:0").model_version
+    try:
+        change(monkeypatch, tmp_path)
+        assert load_model("random:tiny-gqa:0").model_version != before
+    finally:
+        jax.config.update("jax_default_matmul_precision", precision)
+
+
+def test_only_instruction_sets_that_compute_tell_processors_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def computes(text: str) -> str:
+        monkeypatch.setattr(who_computes, "_CPUINFO", _cpuinfo(tmp_path, text))
+        return who_computes.who_computes()
+
+    plain = computes("flags\t\t: vme avx2 fma md_clear\n")
+    assert plain == computes("flags\t\t: fma avx2\n")
+    assert plain != computes("flags\t\t: avx2\n")
+    assert plain != computes("Features\t: fp asimd\n")
