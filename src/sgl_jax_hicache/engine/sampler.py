@@ -15,6 +15,11 @@ import numpy as np
 
 from .forward_batch import SamplingParams
 
+_LEAST = 1e-6
+"""Temperatures and top_p below it count as this much, which leaves the likeliest token alone: a float32 has no room for
+much smaller ones, and a top_p that rounds to 0 would keep no token at all.
+"""
+
 
 class SamplingRows(NamedTuple):
     """Sampling settings of a padded batch, one entry per row.
@@ -72,12 +77,13 @@ def _sample_row(
     seed: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, _LEAST), 1.0)
     order = _sortable(scaled)
     in_top_k = order >= _largest_cut(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
     weights = jnp.where(in_top_k, jax.nn.softmax(scaled), 0.0)
     # top_p >= 1 must keep all, even where rounding makes the sum of some of them reach the whole.
-    nucleus = order >= _largest_cut(order, weights, top_p * jnp.sum(weights))
+    needed = jnp.maximum(top_p, _LEAST) * jnp.sum(weights)
+    nucleus = order >= _largest_cut(order, weights, needed)
     kept = in_top_k & (nucleus | (top_p >= 1.0))
     key = jax.random.fold_in(jax.random.key(seed), step)
     noise = jax.random.gumbel(key, scaled.shape, jnp.float32)

@@ -29,9 +29,11 @@ class BoundedProtocol(H11Protocol):
         self._expect_request()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """The next request may come; one that came before the answer was complete has been begun already."""
+        answered = self.cycle
         super().on_response_complete()
-        self._expect_request()
+        if self.cycle is answered:
+            self._expect_request()
 
     def _expect_request(self) -> None:
         self.loop.call_later(self.head_timeout_s, self._close_unless_asked, self.cycle)

@@ -60,6 +60,21 @@ def test_top_p_keeps_exactly_the_nucleus(top_p: float) -> None:
     assert set(drawn.tolist()) == allowed_by_top_p(logits, top_p)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_p=5e-324, seed=3),
+        SamplingParams(temperature=1.0, top_p=1e-40, seed=3),
+        SamplingParams(temperature=2e-38, seed=3),
+        SamplingParams(temperature=5e-324, seed=3),
+    ],
+    ids=["top_p rounds to 0", "top_p", "temperature", "temperature rounds to 0"],
+)
+def test_what_a_float32_hardly_holds_leaves_the_likeliest_token(params: SamplingParams) -> None:
+    logits = np.array([90.0, 10.0, 80.0, 100.0] + [70.0] * (VOCAB - 4), np.float32)
+    assert set(draw(params, logits, 100).tolist()) == {3}
+
+
 def test_top_p_counts_within_top_k() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1] + [1e-9] * (VOCAB - 4), np.float32))
     params = SamplingParams(temperature=1.0, top_k=3, top_p=0.7, seed=4)

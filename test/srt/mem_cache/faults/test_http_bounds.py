@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -33,7 +34,10 @@ from sgl_jax_hicache.engine.requests import (
 )
 from sgl_jax_hicache.engine.tokenizer import byte_tokenizer
 
-BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+BODY: dict[str, Any] = {
+    "input_ids": [1, 2, 3],
+    "sampling_params": {"max_new_tokens": 2, "ignore_eos": True},
+}
 HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MAX_BODY = 8192  # of `http_world`
 
@@ -142,6 +146,26 @@ def test_a_long_answer_is_not_cut_off_by_the_time_for_asking(
             assert read_all(other) == b"", "the time for asking is over"
         world.gate.set()
         assert list(lines)[-2] == "data: [DONE]"
+
+
+def test_nor_is_the_answer_to_a_request_that_came_before_the_last_answer(
+    world: HttpWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol, "head_timeout_s", 1.0)
+    world.hold(from_step=1)
+
+    def asking(max_new_tokens: int, head: bytes) -> bytes:
+        sampling = {**BODY["sampling_params"], "max_new_tokens": max_new_tokens}
+        body = json.dumps({**BODY, "sampling_params": sampling}).encode()
+        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    with connect(world) as client:
+        client.sendall(asking(1, HEAD) + asking(2, HEAD + b"Connection: close\r\n"))
+        assert client.recv(12) == b"HTTP/1.1 200"
+        with connect(world) as other:
+            assert read_all(other) == b"", "the time for asking is over"
+        world.gate.set()
+        assert read_all(client).count(b"HTTP/1.1 200") == 1
 
 
 class Upload:
