@@ -19,6 +19,7 @@ overlay.activate()
 # The overlay comes first, in spawned processes too. They import this module as well, and with it as little as can be.
 import argparse  # noqa: E402
 import logging  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
@@ -99,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: EngineArgs) -> int:
     started_s = time.monotonic()
+    # Until there is something to finish, Ctrl-C ends the process at once, as SIGTERM does: an exception in the middle
+    # of loading or compiling could bring down the runtime with it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     enable_compilation_cache()
     _check_paths(args)
     # Imported late, the heaviest last: what is wrong is told as soon as it can be known.

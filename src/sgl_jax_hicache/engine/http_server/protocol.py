@@ -12,18 +12,20 @@ from .errors import error_body
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol; beyond `max_connections` a new connection is told so and closed, and one that has not sent a
-    whole request head within `head_timeout_s` is closed too. On the server's loop.
+    """uvicorn's protocol; beyond `max_connections`, or what fits, a new connection is told so and closed, and one that
+    has not sent a whole request head within `head_timeout_s` is closed too. On the server's loop.
     """
 
-    max_connections = 512  # below the 1,024 file descriptors that a process usually has
+    max_connections = 512
+    most_that_fit = max_connections  # into the descriptors that the process may have
     head_timeout_s = 20.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            transport.write(_refusal(f"{self.max_connections} connections are open"))
+        most = min(self.max_connections, self.most_that_fit)
+        if len(self.connections) > most:
+            transport.write(_refusal(f"{most} connections are open"))
             transport.close()
             return
         self._expect_request()

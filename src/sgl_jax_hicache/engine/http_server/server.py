@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..engine_args import ArgumentError
+
+_WANTED_FILES = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -30,6 +33,24 @@ def bind(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); "
             "choose another port, or --port 0 for any"
         ) from error
+
+
+def connection_bounds(file_limit: int) -> tuple[int, int]:
+    """(most connections, most that are accepted at once) for a process that may have so many files open: half of them,
+    an eighth of them. What is beyond the first number is accepted too, for as long as it takes to refuse it.
+    """
+    return max(1, file_limit // 2), max(1, min(file_limit // 8, 64))
+
+
+def _file_limit() -> int:
+    """Descriptors that this process may have, after it has asked for as many as it can use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class Server(uvicorn.Server):
@@ -45,10 +66,13 @@ class Server(uvicorn.Server):
         # Imported late: `bind` is wanted before anything that takes long to import.
         from .protocol import BoundedProtocol
 
+        most, at_once = connection_bounds(_file_limit())
+        bounded = type("ConnectionsThatFit", (BoundedProtocol,), {"most_that_fit": most})
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol or BoundedProtocol,
+                http=protocol or bounded,
+                backlog=at_once,  # asyncio accepts as many before it looks at the first of them
                 log_config=None,  # its lines go where all others go, in their format
                 log_level=log_level,
                 access_log=log_level == "debug",

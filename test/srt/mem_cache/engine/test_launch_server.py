@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from launched_server import ServerProcess
+from launched_server import MODEL, SRC, WAIT_S, ServerProcess
 
 PROMPT = [i % 250 for i in range(200)]
 
@@ -28,6 +32,22 @@ def test_what_was_stored_survives_sigkill_and_sigterm_ends_in_order(tmp_path: Pa
     assert restored["output_ids"] == computed["output_ids"]
     assert status == 0
     _check_log(second.log_path.read_text().splitlines())
+
+
+def test_ctrl_c_while_the_model_loads_ends_quietly() -> None:
+    command = [sys.executable, "-m", "sgl_jax_hicache.launch_server", "--engine", "embedded"]
+    process = subprocess.Popen(
+        [*command, "--model-path", MODEL, "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)},
+    )
+    assert process.stderr is not None
+    with process.stderr as log:
+        assert "loading the weights" in log.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in log.read()
+    assert process.wait(WAIT_S) == -signal.SIGINT
 
 
 def _check_log(lines: list[str]) -> None:

@@ -24,7 +24,7 @@ from sgl_jax_hicache.engine.http_server import generate_routes
 from sgl_jax_hicache.engine.http_server.generate_routes import LONG_ANSWER
 from sgl_jax_hicache.engine.http_server.middleware import BodyLimitMiddleware
 from sgl_jax_hicache.engine.http_server.protocol import BoundedProtocol
-from sgl_jax_hicache.engine.http_server.server import bind
+from sgl_jax_hicache.engine.http_server.server import Server, bind, connection_bounds
 from sgl_jax_hicache.engine.outputs import FinishKind, FinishReason, OutputChunk, RequestStats
 from sgl_jax_hicache.engine.requests import (
     MAX_TOP_LOGPROBS,
@@ -120,6 +120,16 @@ def test_connections_are_bounded_and_a_refusal_says_so(
         assert b"retry-after: 1" in head
         assert json.loads(body)["error"]["message"] == "the server is full: 3 connections are open"
     assert serves(world)
+
+
+@pytest.mark.parametrize("file_limit", [64, 256, 1024, 1 << 20])
+def test_connections_never_take_all_descriptors(file_limit: int) -> None:
+    """asyncio accepts a batch, and only then looks at it: those to be refused are open too, and the next batch may come
+    before they are closed. Without descriptors it would log a traceback for each, thousands in a second.
+    """
+    most, at_once = connection_bounds(file_limit)
+    assert most + 3 * at_once <= file_limit * 7 // 8
+    assert Server(FastAPI(), 1.0).config.backlog <= 64
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /gener", HEAD[:-2]])
