@@ -6,6 +6,7 @@ from faulty_shelf import Shelves
 from tree_steps import evict_all, match_len, tokens
 from tree_world import ManualExecutor, World, stored_keys
 
+from sgl_jax.srt.mem_cache.hicache.async_impl import IoJob
 from sgl_jax.srt.mem_cache.hicache.config import StorageKind
 from sgl_jax.srt.mem_cache.hicache.storage_backoff import StorageBackoff
 from sgl_jax.srt.mem_cache.hicache.tree_types import EvictParams
@@ -162,5 +163,62 @@ def test_nothing_is_given_up_for_a_copy_that_has_to_wait() -> None:
     world.cache.evict(EvictParams(world.num_tokens))
     assert match_len(world, kept) == (0, 8 * 4)
     executor.run_all()
+    world.settle()
+    world.verify_at_rest()
+
+
+class HoldingExecutor(ManualExecutor):
+    """While it `holds`, nothing is read from storage or written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = False
+        self.held: list[IoJob] = []
+
+    def submit_io(self, job: IoJob) -> None:
+        if self.holds:
+            self.held.append(job)
+        else:
+            super().submit_io(job)
+
+    def let_go(self) -> None:
+        self.holds = False
+        while self.held:
+            self.submit_io(self.held.pop(0))
+
+
+def test_pages_on_their_way_to_storage_do_not_hide_those_that_may_go() -> None:
+    """However many nodes share a transfer."""
+    executor = HoldingExecutor()
+    shelf: dict = {}
+    world = World(
+        device_pages=12, ratio=15.0, storage=StorageKind.FILE, shelf=shelf, executor=executor
+    )
+    assert world.host_pool.num_pages == 180
+    stored = [tokens(5, 1000 + 10 * i) for i in range(40)]
+    for token_ids in stored:
+        world.run(token_ids, prefetch=False)
+        world.settle()
+    executor.holds, executor.auto = True, False
+    for i in range(14):
+        for j in range(10):
+            world.run(tokens(5, 10_000 + 100 * i + 10 * j), prefetch=False)
+        executor.run_all()
+        world.cache.check_hicache_events()
+    assert (world.host_pool.num_free, world.host_pool.num_locked, len(executor.held)) == (
+        0,
+        140,
+        14,
+    )
+    for token_ids in stored:
+        assert match_len(world, token_ids) == (0, 4), "used later than what is under way"
+    newest = [tokens(5, 90_000 + 10 * i) for i in range(30)]
+    for token_ids in newest:
+        world.run(token_ids, prefetch=False)
+        executor.run_all()
+        world.cache.check_hicache_events()
+    world.cache.evict(EvictParams(world.num_tokens))
+    assert [match_len(world, token_ids) for token_ids in newest] == [(0, 4)] * 30
+    executor.let_go()
     world.settle()
     world.verify_at_rest()

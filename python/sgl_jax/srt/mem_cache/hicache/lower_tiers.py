@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -147,19 +148,21 @@ class LowerTiers:
         loses its last Full pages leaves the tree with all that is on it: those must be leaves, all of it must be
         stored, and only as many pages go as are needed, from its end.
         """
-        short = max(num_pages - self.controller.host_pool(component.kind).num_free, 0)
-        limit = short + self.controller.num_in_flight + VICTIMS_LOOKED_AT
-        mirrors = component.host.oldest_mirrors(limit)
-        few = min(short + VICTIMS_AT_FIRST, limit)
-        victims, is_enough = self._choose_victims(component, short, mirrors, few)
+        pool = self.controller.host_pool(component.kind)
+        short = max(num_pages - pool.num_free, 0)
+        num_in_use = pool.num_pages - pool.num_free - pool.num_evictable
+        limit = short + num_in_use + VICTIMS_LOOKED_AT  # each node in transfer has a page in use
+        few = short + VICTIMS_AT_FIRST
+        victims, is_enough = self._choose_victims(component, short, limit, few)
         if not is_enough:
-            victims, _ = self._choose_victims(component, short, mirrors, limit)
+            victims, _ = self._choose_victims(component, short, limit, limit)
         return victims
 
     def _choose_victims(
-        self, component: TreeComponent, short: int, mirrors: Sequence[TreeNode], num_sole: int
+        self, component: TreeComponent, short: int, num_mirrors: int, num_sole: int
     ) -> tuple[HostVictims, bool]:
-        """`find_victims` among these nodes and the `num_sole` oldest only the host has; and whether they suffice."""
+        """`find_victims` among so many nodes that are on the device too, and so many that only the host has; and
+        whether they suffice."""
         pool = self.controller.host_pool(component.kind)
         is_full = component.kind is ComponentKind.FULL
         clean: list[HostVictim] = []
@@ -169,7 +172,7 @@ class LowerTiers:
             if is_full
             else component.host.oldest_sole(num_sole)
         )
-        for node in (*mirrors, *sole):
+        for node in chain(component.host.oldest_mirrors(num_mirrors), sole):
             pages = component.data(node).host_pages
             if short <= 0 or pages is None:
                 break

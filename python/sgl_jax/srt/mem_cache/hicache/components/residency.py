@@ -9,7 +9,7 @@ while; whoever looks for victims moves it on.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, islice
 
 import numpy as np
@@ -248,9 +248,9 @@ class HostResidency:
         found = (self._owners.get(page) for page in host_pages)
         return {node: None for node in found if node is not None}
 
-    def oldest_mirrors(self, limit: int) -> list[TreeNode]:
-        """Up to `limit` nodes that are on the device too, oldest first."""
-        return list(islice(self._mirrors, limit))
+    def oldest_mirrors(self, limit: int) -> Iterator[TreeNode]:
+        """Up to `limit` nodes that are on the device too, oldest first; as long as none is moved."""
+        return islice(self._mirrors, limit)
 
     def oldest_sole(self, limit: int) -> list[TreeNode]:
         """Up to `limit` nodes that are on the host only, oldest first."""
