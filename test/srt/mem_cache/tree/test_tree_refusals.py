@@ -180,6 +180,21 @@ def test_flush_gives_up_what_is_refused_and_stores_what_has_no_room_beside_it() 
     assert clinic.stored == {*clinic.keys_of(bad)[:-1], *clinic.keys_of(good)}
 
 
+def test_flush_tries_once_more_what_was_given_up() -> None:
+    clinic = Clinic(WritePolicy.WRITE_THROUGH, device_pages=16)
+    bad = tokens(9)
+    clinic.refuses = set(clinic.keys_of(bad)[:1]).__contains__
+    clinic.run(bad)
+    for _ in range(9):
+        clinic.wait(1.0)
+    clinic.refuses = lambda key: False
+    for _ in range(9):
+        clinic.wait(1.0)
+    assert clinic.stored == set(clinic.keys_of(bad)[1:]), "it had its chances"
+    assert clinic.world.cache.flush_to_storage(10.0)
+    assert clinic.stored == set(clinic.keys_of(bad))
+
+
 @POLICIES
 def test_flush_gives_nothing_up_while_storage_takes_nothing(policy: WritePolicy) -> None:
     clinic = Clinic(policy, device_pages=16, ratio=0.5)

@@ -113,7 +113,6 @@ class StorageWriter:
             ]
             if not missing:
                 return not gave_up
-            gave_up |= any(self._is_given_up(*part) for part in missing)
             is_futile = len(missing) == num_missing and not num_backups
             num_futile = num_futile + 1 if is_futile else 0
             works = any(tree.tiers.storage_writable(component) for component in tree.components)
@@ -121,7 +120,9 @@ class StorageWriter:
                 return False
             # Written first: pages on their way to storage are not dropped to make room for the others.
             is_first, num_missing = num_missing < 0, len(missing)
-            tree.store_parts(part for part in missing if is_first or not self._is_given_up(*part))
+            tried = [part for part in missing if is_first or not self._is_given_up(*part)]
+            gave_up |= len(tried) < num_missing
+            tree.store_parts(tried)
             with tree.backing_up():
                 num_backups = sum(
                     node.parent is not None and bool(tree.back_up_part(component, node))
