@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from sgl_jax.srt.mem_cache.hicache.page_key import StorageNamespace
@@ -13,13 +14,13 @@ from sgl_jax.srt.mem_cache.hicache.types import PageKey
 
 
 class FaultyShelf(MemoryStorage):
-    """`refuse_sets`: every write fails; `raises`: every call raises; `damaged`: pages that are there, but whose next
-    read finds them damaged, and removes them."""
+    """`refuse_sets`: every write fails; `refuse_some`: those of a quarter of all keys; `raise_for_some`: writes with
+    any of those raise; `raises`: every call raises; `damaged`: pages that are there, but whose next read finds them
+    damaged, and removes them."""
 
     def __init__(self, namespace: StorageNamespace) -> None:
         super().__init__(namespace)
-        self.refuse_sets = False
-        self.raises = False
+        self.heal()
         self.damaged: set[PageKey] = set()
 
     def get(self, keys: Sequence[PageKey]) -> list[PageBytes | None]:
@@ -30,9 +31,13 @@ class FaultyShelf(MemoryStorage):
         return super().get(keys)
 
     def set(self, keys: Sequence[PageKey], pages: Sequence[Payload]) -> list[bool]:
-        """Nothing is written while sets are refused."""
+        """As far as it is in order: what is refused is not written."""
         self._fail()
-        return [False] * len(keys) if self.refuse_sets else super().set(keys, pages)
+        good = [not self.refuse_sets and not (self.refuse_some and _is_odd(key)) for key in keys]
+        if self.raise_for_some and any(map(_is_odd, keys)):
+            raise OSError("one of these cannot be written")
+        taken = iter(super().set(list(compress(keys, good)), list(compress(pages, good))))
+        return [ok and next(taken) for ok in good]
 
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
         """A damaged page is there."""
@@ -49,11 +54,15 @@ class FaultyShelf(MemoryStorage):
 
     def heal(self) -> None:
         """No more failures."""
-        self.refuse_sets = self.raises = False
+        self.refuse_sets = self.refuse_some = self.raise_for_some = self.raises = False
 
     def _fail(self) -> None:
         if self.raises:
             raise OSError("the disk is gone")
+
+
+def _is_odd(key: PageKey) -> bool:
+    return key[0] < 64
 
 
 @dataclass

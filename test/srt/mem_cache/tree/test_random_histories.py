@@ -55,7 +55,8 @@ PROMPTS = st.builds(
 )
 EXTRA_KEYS = st.sampled_from([None, None, None, "tenant"])
 CHUNKS = st.sampled_from([64, 16, 9, 4])
-TROUBLES = ["lost", "damaged", "refuse_sets", "raises", "none"]
+FAILURES = ["refuse_sets", "refuse_some", "raise_for_some", "raises"]
+TROUBLES = ["lost", "damaged", *FAILURES, "none"]
 CHOICE = st.integers(0, 99)  # of whatever there is, modulo its number
 
 
@@ -251,7 +252,7 @@ class History(RuleBasedStateMachine):
             shelf.damaged.add(key)
         elif what == "lost" and key is not None:
             shelf.delete([key])
-        elif what in ("refuse_sets", "raises"):
+        elif what in FAILURES:
             setattr(shelf, what, True)
 
     @precondition(lambda self: self.world.tree.has_tiers)
@@ -311,6 +312,9 @@ class History(RuleBasedStateMachine):
             self.world.finish(self.world.admitted[0], is_insert=False)
         for req in self.waiting:
             self.world.cache.release_prefetch(req.rid)
+        check_at_rest(self.world)
+        self.world.now_s += 100.0
+        assert self.world.cache.flush_to_storage(10.0), "a storage in order gets everything"
         check_at_rest(self.world)
 
 
