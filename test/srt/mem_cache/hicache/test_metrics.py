@@ -173,13 +173,24 @@ def test_a_transfer_that_arrived(registry: CollectorRegistry, metrics: HiCacheMe
     }
 
 
-@pytest.mark.parametrize(("error", "outcome"), [(None, "missing"), ("disk full", "failed")])
+@pytest.mark.parametrize(
+    ("kind", "error", "outcome"),
+    [
+        (TransferKind.FETCH, None, "missing"),
+        (TransferKind.FETCH, "disk full", "failed"),
+        (TransferKind.STORE, None, "failed"),
+    ],
+)
 def test_a_page_that_did_not_arrive(
-    registry: CollectorRegistry, metrics: HiCacheMetrics, error: str | None, outcome: str
+    registry: CollectorRegistry,
+    metrics: HiCacheMetrics,
+    kind: TransferKind,
+    error: str | None,
+    outcome: str,
 ) -> None:
-    metrics.transfer(result(TransferKind.FETCH, (True, False, False), error))
+    metrics.transfer(result(kind, (True, False, False), error))
     after = samples(registry)
-    labels = 'component="full",kind="fetch"'
+    labels = f'component="full",kind="{kind.value}"'
     assert after[f'transfer_pages_total{{{labels},outcome="ok"}}'] == 1
     assert after[f'transfer_pages_total{{{labels},outcome="{outcome}"}}'] == 2
     assert after[f'transfers_total{{{labels},outcome="failed"}}'] == (error is not None)

@@ -235,14 +235,16 @@ class HiCacheMetrics:
         self._add(self._child(self._prompt_tokens, Tier.COMPUTED.value), tiers.computed)
 
     def transfer(self, result: TransferResult) -> None:
-        """Count one settled transfer. A page that a fetch did not find is `missing`; an error makes it `failed`."""
+        """Count one settled transfer. A page that a fetch did not find is `missing`, any other that did not
+        arrive `failed`."""
         labels = (result.kind.value, result.component.value)
         failed = result.error is not None
+        was_looked_for = result.kind is TransferKind.FETCH and not failed
         ok_pages = sum(result.ok_pages)
         self._child(self._transfers, *labels, "failed" if failed else "ok").inc()
         self._add(self._child(self._transfer_pages, *labels, "ok"), ok_pages)
         self._add(
-            self._child(self._transfer_pages, *labels, "failed" if failed else "missing"),
+            self._child(self._transfer_pages, *labels, "missing" if was_looked_for else "failed"),
             len(result.ok_pages) - ok_pages,
         )
         self._add(self._child(self._transfer_bytes, *labels), result.num_bytes)
