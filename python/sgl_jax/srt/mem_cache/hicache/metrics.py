@@ -29,7 +29,6 @@ PREFIX = "sglang:hicache_"
 _Labelled = TypeVar("_Labelled", Counter, Gauge, Histogram)
 
 _EVICTING_TIERS = (Tier.DEVICE, Tier.HOST)
-_PAGE_OUTCOMES = ("ok", "missing", "failed")
 _READ_OUTCOMES = ("hit", "miss", "corrupt", "error")
 _WRITE_OUTCOMES = ("written", "present", "error")
 _SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -223,8 +222,9 @@ class HiCacheMetrics:
                 self._child(self._transfer_seconds, *labels)
                 for outcome in ("ok", "failed"):
                     self._child(self._transfers, *labels, outcome)
-                for outcome in _PAGE_OUTCOMES:
                     self._child(self._transfer_pages, *labels, outcome)
+                if kind is TransferKind.FETCH:
+                    self._child(self._transfer_pages, *labels, "missing")
 
     def prompt(self, tiers: TierTokens) -> None:
         """Count one admitted prompt. Call once per request, on admission, not per scheduling round."""
