@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -14,9 +14,9 @@ from sgl_jax.srt.mem_cache.hicache.types import PageKey
 
 
 class FaultyShelf(MemoryStorage):
-    """`refuse_sets`: every write fails; `refuse_some`: those of a quarter of all keys; `raise_for_some`: writes with
-    any of those raise; `raises`: every call raises; `damaged`: pages that are there, but whose next read finds them
-    damaged, and removes them."""
+    """`refuse_sets`: every write fails; `refuses`: those of these keys; `refuse_some`: of a quarter of all keys;
+    `raise_for_some`: writes with any of those raise; `raises`: every call raises; `damaged`: pages that are there, but
+    whose next read finds them damaged, and removes them."""
 
     def __init__(self, namespace: StorageNamespace) -> None:
         super().__init__(namespace)
@@ -33,7 +33,10 @@ class FaultyShelf(MemoryStorage):
     def set(self, keys: Sequence[PageKey], pages: Sequence[Payload]) -> list[bool]:
         """As far as it is in order: what is refused is not written."""
         self._fail()
-        good = [not self.refuse_sets and not (self.refuse_some and _is_odd(key)) for key in keys]
+        good = [
+            not (self.refuse_sets or self.refuses(key) or (self.refuse_some and _is_odd(key)))
+            for key in keys
+        ]
         if self.raise_for_some and any(map(_is_odd, keys)):
             raise OSError("one of these cannot be written")
         taken = iter(super().set(list(compress(keys, good)), list(compress(pages, good))))
@@ -55,6 +58,7 @@ class FaultyShelf(MemoryStorage):
     def heal(self) -> None:
         """No more failures."""
         self.refuse_sets = self.refuse_some = self.raise_for_some = self.raises = False
+        self.refuses: Callable[[PageKey], bool] = lambda key: False
 
     def _fail(self) -> None:
         if self.raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from faulty_shelf import Shelves
 from tree_steps import evict_all, match_len, tokens
-from tree_world import World, stored_keys
+from tree_world import World
 
 from sgl_jax.srt.mem_cache.hicache import storage_writer
 from sgl_jax.srt.mem_cache.hicache.config import StorageKind, WritePolicy
@@ -20,33 +20,19 @@ POLICIES = pytest.mark.parametrize("policy", list(WritePolicy))
 
 
 class Clinic:
-    """A world with a clock and a storage whose `refuses` decides about each key."""
+    """A world with a clock, and the storage of its pages."""
 
     def __init__(self, policy: WritePolicy, **kwargs: Any) -> None:
         self.now_s = 0.0
-        self.shelf: dict = {}
-        self.refuses: Callable[[PageKey], bool] = lambda key: False
+        shelves = Shelves()
         self.world = World(
             storage=StorageKind.FILE,
             policy=policy,
-            shelf=self.shelf,
+            storage_factories={"file": shelves.open},
             clock=lambda: self.now_s,
             **kwargs,
         )
-        (storage,) = self.shelf.values()
-        take = storage.set
-
-        def take_some(keys: Sequence[PageKey], pages: Sequence[Any]) -> list[bool]:
-            good = [not self.refuses(key) for key in keys]
-            taken = iter(
-                take(
-                    [key for key, ok in zip(keys, good, strict=True) if ok],
-                    [page for page, ok in zip(pages, good, strict=True) if ok],
-                )
-            )
-            return [ok and next(taken) for ok in good]
-
-        storage.set = take_some
+        (self.shelf,) = shelves.by_namespace.values()
 
     def run(self, token_ids: list[int], seconds: float = 0.05) -> None:
         self.world.run(token_ids)
@@ -66,7 +52,7 @@ class Clinic:
 
     @property
     def stored(self) -> set[PageKey]:
-        return set(stored_keys(self.shelf))
+        return set(self.shelf.pages)
 
     @property
     def is_paused(self) -> bool:
@@ -77,7 +63,7 @@ class Clinic:
 def test_pages_that_a_storage_always_refuses_cost_no_other_page(policy: WritePolicy) -> None:
     """As when one of the 256 folders cannot be written to: it is not the storage that is in trouble."""
     clinic = Clinic(policy, device_pages=24, ratio=8.0)
-    clinic.refuses = lambda key: key[0] < 16
+    clinic.shelf.refuses = lambda key: key[0] < 16
     prompts = [tokens(4 * (1 + i * 7 % 19) + 1, 1000 * i) for i in range(60)]
     num_paused = 0
     for token_ids in prompts:
@@ -85,7 +71,9 @@ def test_pages_that_a_storage_always_refuses_cost_no_other_page(policy: WritePol
         num_paused += clinic.is_paused
     assert num_paused == 0
     clinic.world.cache.flush_to_storage(10.0)
-    good = {k for token_ids in prompts for k in clinic.keys_of(token_ids) if not clinic.refuses(k)}
+    good = {
+        k for token_ids in prompts for k in clinic.keys_of(token_ids) if not clinic.shelf.refuses(k)
+    }
     num_pages = sum(len(clinic.keys_of(token_ids)) for token_ids in prompts)
     assert 0.85 * num_pages < len(good) < num_pages
     assert clinic.stored == good
@@ -98,7 +86,7 @@ def test_what_is_refused_for_ever_leaves_the_host_when_its_room_is_needed(
 ) -> None:
     clinic = Clinic(policy, device_pages=16, ratio=5.0)
     bad: set[PageKey] = set()
-    clinic.refuses = bad.__contains__
+    clinic.shelf.refuses = bad.__contains__
     for i in range(100):
         token_ids = tokens(9, 100 * i)
         bad.add(clinic.keys_of(token_ids)[0])
@@ -117,14 +105,14 @@ def test_what_is_refused_for_ever_leaves_the_host_when_its_room_is_needed(
 def test_what_is_refused_throughout_an_outage_is_stored_after_it(policy: WritePolicy) -> None:
     """However long it takes: that storage took nothing is no verdict on any page."""
     clinic = Clinic(policy, device_pages=16, ratio=1.0)
-    clinic.refuses = lambda key: True
+    clinic.shelf.refuse_sets = True
     kept = tokens(33)
     clinic.run(kept)
     evict_all(clinic.world)
     for _ in range(300):
         clinic.wait(1.0)
     assert not clinic.stored
-    clinic.refuses = lambda key: False
+    clinic.shelf.heal()
     clinic.wait(StorageBackoff.LONGEST_S)
     for i in range(3):
         clinic.run(tokens(17, 1000 * (i + 1)))
@@ -139,7 +127,7 @@ def test_a_blip_that_one_page_meets_does_not_give_the_page_up(policy: WritePolic
     """However often the tree looks meanwhile: its chances are a second apart."""
     clinic = Clinic(policy, device_pages=16, ratio=1.0)
     unlucky = tokens(9)
-    clinic.refuses = set(clinic.keys_of(unlucky)[:1]).__contains__
+    clinic.shelf.refuses = set(clinic.keys_of(unlucky)[:1]).__contains__
     clinic.run(unlucky, seconds=0.0)
     evict_all(clinic.world)
     for i in range(1, 5):
@@ -148,7 +136,7 @@ def test_a_blip_that_one_page_meets_does_not_give_the_page_up(policy: WritePolic
         for _ in range(8):
             clinic.wait(0.01)
     assert len(clinic.stored) > 1, "others are taken meanwhile"
-    clinic.refuses = lambda key: False
+    clinic.shelf.heal()
     for _ in range(3):
         clinic.wait(1.0)
     assert clinic.stored.issuperset(clinic.keys_of(unlucky))
@@ -158,7 +146,7 @@ def test_new_refusals_do_not_put_off_what_is_to_be_written_again() -> None:
     clinic = Clinic(WritePolicy.WRITE_THROUGH, device_pages=16, ratio=8.0)
     unlucky = tokens(9)
     bad = set(clinic.keys_of(unlucky)[:1])
-    clinic.refuses = bad.__contains__
+    clinic.shelf.refuses = bad.__contains__
     clinic.run(unlucky)
     bad.clear()
     for i in range(1, 60):
@@ -171,7 +159,7 @@ def test_new_refusals_do_not_put_off_what_is_to_be_written_again() -> None:
 def test_flush_gives_up_what_is_refused_and_stores_what_has_no_room_beside_it() -> None:
     clinic = Clinic(WritePolicy.WRITE_THROUGH_AND_BACK, device_pages=16, ratio=1.0)
     bad = tokens(61)
-    clinic.refuses = set(clinic.keys_of(bad)[-1:]).__contains__
+    clinic.shelf.refuses = set(clinic.keys_of(bad)[-1:]).__contains__
     clinic.run(bad)
     evict_all(clinic.world)
     good = tokens(33, 1000)
@@ -183,11 +171,11 @@ def test_flush_gives_up_what_is_refused_and_stores_what_has_no_room_beside_it() 
 def test_flush_tries_once_more_what_was_given_up() -> None:
     clinic = Clinic(WritePolicy.WRITE_THROUGH, device_pages=16)
     bad = tokens(9)
-    clinic.refuses = set(clinic.keys_of(bad)[:1]).__contains__
+    clinic.shelf.refuses = set(clinic.keys_of(bad)[:1]).__contains__
     clinic.run(bad)
     for _ in range(9):
         clinic.wait(1.0)
-    clinic.refuses = lambda key: False
+    clinic.shelf.heal()
     for _ in range(9):
         clinic.wait(1.0)
     assert clinic.stored == set(clinic.keys_of(bad)[1:]), "it had its chances"
@@ -198,7 +186,7 @@ def test_flush_tries_once_more_what_was_given_up() -> None:
 @POLICIES
 def test_flush_gives_nothing_up_while_storage_takes_nothing(policy: WritePolicy) -> None:
     clinic = Clinic(policy, device_pages=16, ratio=0.5)
-    clinic.refuses = lambda key: True
+    clinic.shelf.refuse_sets = True
     kept = tokens(33)
     clinic.run(kept)
     evict_all(clinic.world)
@@ -218,7 +206,7 @@ def test_an_outage_keeps_no_nodes_alive_that_left_the_tree(monkeypatch: pytest.M
 
     before = num_removed()
     clinic = Clinic(WritePolicy.WRITE_THROUGH, device_pages=8)
-    clinic.refuses = lambda key: True
+    clinic.shelf.refuse_sets = True
     for i in range(200):
         clinic.run(tokens(17, 1000 * i))
         clinic.wait(10.0)

@@ -192,9 +192,7 @@ class LowerTiers:
             self._components.values() if component.kind is ComponentKind.FULL else (component,)
         )
         return not any(
-            pages is not None
-            and self.controller.storage_writable(lost.kind)
-            and not lost.host.is_settled(pages)
+            pages is not None and self.storage_writable(lost) and not lost.host.is_settled(pages)
             for lost in leaving
             for pages in (lost.data(node).host_pages,)
         )
@@ -217,7 +215,7 @@ class LowerTiers:
         pool = self.controller.host_pool(component.kind)
         want = int(pool.num_pages * CLEAN_RESERVE) - pool.num_free
         found: list[TreeNode] = []
-        if want <= 0 or not self.controller.storage_writable(component.kind):
+        if want <= 0 or not self.storage_writable(component):
             return found
         for node in component.host.oldest_sole(VICTIMS_LOOKED_AT):
             pages = component.data(node).host_pages

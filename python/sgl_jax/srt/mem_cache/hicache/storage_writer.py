@@ -58,7 +58,8 @@ class StorageWriter:
 
     def keep_reserve(self) -> None:
         """With the lazy policy: write the oldest pages to storage ahead of need, so that eviction need not wait. Looks
-        only if something changed since it last found nothing to do."""
+        only if something changed since it last found nothing to do, or was refused less than `STORE_RETRY_S` ago; what
+        was is left alone until then."""
         tree = self._tree
         if tree.stores_early or not tree.host_only_changed or not tree.has_storage:
             return

@@ -177,7 +177,7 @@ class HostResidency:
 
     H1: every page of a node names that node as its owner, and no other page names it. H2: a node with host pages is in
     exactly one order: `mirrors` if it has device slots too, `sole` otherwise. `storing`: host pages whose content is on
-    its way to storage; what is there already is told by `all_stored`.
+    its way to storage; what is there already is told by `all_stored`, what is there or given up by `is_settled`.
     """
 
     def __init__(self, index: int) -> None:
