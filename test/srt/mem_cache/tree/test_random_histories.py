@@ -336,7 +336,7 @@ def run_histories(mix: Mix, seed: int, num_histories: int, figures: Figures | No
 
 @pytest.mark.parametrize("name", KINDS)
 def test_random_histories(name: str, seed: int) -> None:
-    run_histories(KINDS[name], seed, num_histories=8)
+    run_histories(KINDS[name], seed, num_histories=12)
 
 
 @pytest.mark.soak(parts=2)
